@@ -77,7 +77,6 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")  # section 4.4; App. A: 1,200
     add("--batch-size", type=common.positive_int, default=512, help="global batch size, over all processes")
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
-    add("--min-lr", type=common.nonnegative_float, default=0.0, help="final learning rate per 256 images")
     add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
@@ -103,7 +102,7 @@ def parse_args(argv=None):
     return args
 
 
-CIFAR = dict(  # not in the paper: facebookresearch/moco's demo (colab-notebook), with MoCo v2's head, tau, a warmup
+CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
     arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99], queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
     num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
@@ -305,7 +304,8 @@ def info_nce(q, k, queue, temperature):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {q.shape}, {k.shape} and {queue.shape}")
+        shapes = [tuple(x.shape) for x in (q, k, queue)]
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -340,10 +340,11 @@ def key_and_query(view):
 
 def augment(x, args, view):
     """Flip and color crops as MoCo v2 does (App. A.1): uint8 -> normalized float (n, 3, S, S). View 0 is the key's."""
+    query_p, key_p = args.blur_p[0], args.blur_p[-1]
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
-    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p[-1 if view == 0 else 0])
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=key_p if view == 0 else query_p)
     return common.normalize(x, *common.NORMS[args.norm])
 
 
@@ -460,12 +461,12 @@ def cosine(start, end, done):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr."""
-    peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
+    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to 0."""
+    peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
-    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
+    return cosine(peak, 0.0, (epoch - warmup) / (args.epochs - warmup))
 
 
 def choose_positives(args, model, images, info, device):
@@ -639,8 +640,9 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups, and all groups share one call of F.batch_norm:
-    a loop over them gives a GPU many more operations. Raises ValueError if the groups do not divide a batch.
+    In training it returns torch.cat([norm(part) for part in x.chunk(groups)]), but by one call of F.batch_norm, which
+    takes all groups as channels: a loop gives a GPU many more operations. As in MoCo's notebook, running statistics are
+    averages over the groups. Raises ValueError if the groups do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):
@@ -683,7 +685,7 @@ def convert_split_batchnorm(module, groups):
 
 # ================================== 7. differences between the paper and this file
 
-# D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: it is no positive.
+# D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: an image is never its own positive.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
 #    excludes, nearest first, although that contradicts Eq. 2.
 # D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate: the

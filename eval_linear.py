@@ -434,7 +434,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         train = ConcatDataset([train, val])
     held = sum(len(check) for _, check in folds)
     flag, metric = ("--strengths", args.metric) if lbfgs else ("--lrs", "top1")
-    common.log(f"{held or len(y)} images choose {flag} by {metric}, folds: {len(folds)}; then all {len(y)} are fitted")
+    common.log(f"{flag} chosen by {metric} on {held or len(y)} images, folds: {len(folds)}; then all {len(y)} are used")
     encoders = {"encoder": encoder} | ({} if args.no_baselines else common.baselines(info, args.seed, len(train)))
     if lbfgs:
         encoders.pop("raw pixels", None)  # with thousands of numbers per image it takes minutes to hours

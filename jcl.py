@@ -5,8 +5,8 @@ upper bound on the expectation of MoCo's loss over all keys that augmentation co
 assumed to be Gaussian, so the bound needs only their mean mu and covariance Sigma, which are estimated from M' keys.
 
 This changes MoCo's loss in two places. mu replaces the key. In the denominator, the positive logit grows by
-lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. In the bound lambda is 1; the paper sets
-it to 4. So the loss is low where the keys of an image agree. Gradients reach the query only.
+lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. So the loss is low where the keys of an
+image agree. In the bound lambda is 1; the paper sets it to 4. Gradients reach the query only.
 
     Eq. 1-2          info_nce                 MoCo v2's loss
     Eq. 3            JCL.forward, --vanilla   its average over the keys
@@ -69,7 +69,6 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
     add("--batch-size", type=common.positive_int, default=512, help="global batch size, over all processes")
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
-    add("--min-lr", type=common.nonnegative_float, default=0.0, help="final learning rate per 256 images")
     add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
@@ -84,7 +83,7 @@ def parse_args(argv=None):
     return args
 
 
-CIFAR = dict(  # not in the paper: facebookresearch/moco's demo (colab-notebook), with MoCo v2's head, tau, a warmup
+CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
 )  # fmt: skip
@@ -128,7 +127,8 @@ def jcl_loss(q, k, queue, temperature, lam):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if k.dim() != 3 or k.shape[::2] != q.shape or k.shape[1] == 0 or queue.shape[1:] != q.shape[1:]:
-        raise ValueError(f"expected q (N, C), k (N, M', C), queue (K, C), not {q.shape}, {k.shape}, {queue.shape}")
+        shapes = [tuple(x.shape) for x in (q, k, queue)]
+        raise ValueError(f"jcl_loss takes q (N, C), k (N, M', C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / tau
     mean = projections.mean(1, keepdim=True)  # q.mu / tau: Algorithm 1, line 7
@@ -154,7 +154,8 @@ def info_nce(q, k, queue, temperature):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {q.shape}, {k.shape} and {queue.shape}")
+        shapes = [tuple(x.shape) for x in (q, k, queue)]
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -166,10 +167,11 @@ def info_nce(q, k, queue, temperature):
 
 def augment(x, args, view):
     """Flip and color crops as MoCo v2 does (App. C): uint8 -> normalized float (n, 3, S, S). View 0 is the query's."""
+    query_p, key_p = args.blur_p[0], args.blur_p[-1]
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
-    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p[0 if view == 0 else -1])
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=query_p if view == 0 else key_p)
     return common.normalize(x, *common.NORMS[args.norm])
 
 
@@ -258,12 +260,12 @@ def cosine(start, end, done):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr."""
-    peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
+    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to 0."""
+    peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
-    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
+    return cosine(peak, 0.0, (epoch - warmup) / (args.epochs - warmup))
 
 
 def main(args, train=None, test=None):
@@ -384,8 +386,9 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups, and all groups share one call of F.batch_norm:
-    a loop over them gives a GPU many more operations. Raises ValueError if the groups do not divide a batch.
+    In training it returns torch.cat([norm(part) for part in x.chunk(groups)]), but by one call of F.batch_norm, which
+    takes all groups as channels: a loop gives a GPU many more operations. As in MoCo's notebook, running statistics are
+    averages over the groups. Raises ValueError if the groups do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):

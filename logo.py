@@ -259,7 +259,8 @@ def info_nce(q, k, queue, temperature):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {q.shape}, {k.shape} and {queue.shape}")
+        shapes = [tuple(x.shape) for x in (q, k, queue)]
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -271,10 +272,11 @@ def info_nce(q, k, queue, temperature):
 
 def augment(x, args, view):
     """Flip and color crops as MoCo v2 does (D10): uint8 -> normalized float (n, 3, S, S). Views 2, 3 are local."""
+    p1, p2 = args.blur_p[0], args.blur_p[-1]
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
-    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p[-1 if view == 1 else 0])
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=p2 if view == 1 else p1)
     return common.normalize(x, *common.NORMS[args.norm])
 
 
@@ -594,8 +596,9 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups, and all groups share one call of F.batch_norm:
-    a loop over them gives a GPU many more operations. Raises ValueError if the groups do not divide a batch.
+    In training it returns torch.cat([norm(part) for part in x.chunk(groups)]), but by one call of F.batch_norm, which
+    takes all groups as channels: a loop gives a GPU many more operations. As in MoCo's notebook, running statistics are
+    averages over the groups. Raises ValueError if the groups do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):

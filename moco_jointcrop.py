@@ -211,7 +211,8 @@ def contrast(q, k, temperature, first):
     autocast, which would undo that. Raises ValueError if the shapes do not fit, or queries have no such key.
     """
     if q.dim() != 2 or k.shape[1:] != q.shape[1:] or not 0 <= first <= len(k) - len(q):
-        raise ValueError(f"expected q (n, C), k (N, C), first from 0 to N - n, not {q.shape}, {k.shape}, {first}")
+        found = f"{tuple(q.shape)}, {tuple(k.shape)} and {first}"
+        raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {found}")
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))
@@ -231,7 +232,8 @@ def info_nce(q, k, queue, temperature):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {q.shape}, {k.shape} and {queue.shape}")
+        shapes = [tuple(x.shape) for x in (q, k, queue)]
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -624,8 +626,9 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups, and all groups share one call of F.batch_norm:
-    a loop over them gives a GPU many more operations. Raises ValueError if the groups do not divide a batch.
+    In training it returns torch.cat([norm(part) for part in x.chunk(groups)]), but by one call of F.batch_norm, which
+    takes all groups as channels: a loop gives a GPU many more operations. As in MoCo's notebook, running statistics are
+    averages over the groups. Raises ValueError if the groups do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):

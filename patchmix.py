@@ -5,7 +5,7 @@ relations are known: it cuts M images of a batch into patches, and combines patc
 original position. A ViT then learns that such a mixed image is similar to each of its sources, in equal shares.
 
 Queries are encoded by the encoder, keys by a momentum encoder. The negatives of a query are the other keys of the
-batch. The loss is the sum of three contrasts: oto, mto and mtm. Only in oto are the queries of unmixed images.
+batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has queries of unmixed images.
 
     Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
     Eq. 10-12     mix_targets         the positives of a mixed query and their weights (also Eq. 18-19)
@@ -174,7 +174,7 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
 
     images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, which divides H and W. permutation: (T,)
     int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; if None, it is drawn.
-    Returns the mixed images, (N, C, H, W). Gradients pass. Raises ValueError if num_mix or patch_size does not fit.
+    Returns mixed images, (N, C, H, W). Gradients flow through. Raises ValueError if num_mix or patch_size does not fit.
     """
     height, width = images.shape[2:]
     rows, columns = height // patch_size, width // patch_size
@@ -248,7 +248,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 def augment(x, args, view):
     """Flip and color crops as in Table 10: uint8 -> normalized float (n, 3, S, S). view: 0 and 1, then local crops."""
-    blur_p = [args.blur_p[0], args.blur_p[-1]][view] if view < 2 else 0.5  # of T_1, T_2, local crops (D6)
+    blur_p = [args.blur_p[0], args.blur_p[-1], 0.5][min(view, 2)]  # of T_1, T_2 and local crops (D6)
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)

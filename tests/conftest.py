@@ -44,6 +44,7 @@ def slow_but(quick, cases):
 
 JCL_AT_ONCE = slow_but(["jcl"], METHODS)
 QUEUES = [method for method in METHODS if method != "patchmix"]
+WITH_MIN_LR = ["moco_jointcrop", "patchmix"]  # in the others a cosine ends at 0
 
 
 def pytest_addoption(parser):

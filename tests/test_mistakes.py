@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import METHODS, ROOT, unit
+from conftest import METHODS, ROOT, WITH_MIN_LR, unit
 from tiny import FLAGS, contents, play, refused, write_tree
 
 import clim
@@ -22,7 +22,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--arch nothing", "nothing"),
     (METHODS, "--arch resnet18.a1_in1k", "pass resnet18, and --init"),  # its weights would not be used
     (METHODS, "--epoch 3", "--epoch"),  # not taken for --epochs
-    ([m for m in METHODS if m != "logo"], "--min-lr 99", "--min-lr"),  # logo's is always 0
+    (WITH_MIN_LR, "--min-lr 99", "--min-lr"),
     (METHODS, "--patch-size 5", "--patch-size"),
     (METHODS, "--arch swin_tiny_patch4_window7_224", "16 px"),  # takes images of 224 px only
     (METHODS, "--dataset folder --data-dir missing --epochs 900 --image-size 224", "missing"),

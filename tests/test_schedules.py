@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conftest import EACH_MODEL
+from conftest import EACH_MODEL, WITH_MIN_LR
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -28,7 +28,7 @@ def test_learning_rate(method, module, flags, warmup):
     """Linear warm-up from 0, for at most a quarter of the run; then a cosine, or milestones. The batch has 2 x 256."""
     milestones, last = "milestones 0" in flags, 0.0
     flags = [*flags.split(), *f"--epochs 10 --lr 0.3 --batch-size 512 --warmup {warmup}".split()]
-    if method != "logo" and not milestones:
+    if method in WITH_MIN_LR and not milestones:
         flags, last = [*flags, "--min-lr", "0.01"], 0.02
     args = module.parse_args(flags)
     assert args.warmup == warmup  # as given: the schedule alone shortens it
@@ -69,7 +69,7 @@ def test_learning_rates_of_the_recipes(line):
 def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeypatch, request):
     given, momenta, simsiam = {}, [], flags == "--base simsiam"
     flags += " --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay 0.02" + " 0.2" * (method == "patchmix")
-    flags += " --min-lr 0.01" * (method != "logo") + " --momentum 0.9 1" * (not simsiam)
+    flags += " --min-lr 0.01" * (method in WITH_MIN_LR) + " --momentum 0.9 1" * (not simsiam)
     flags += {"clim": " --clim-start 0", "moco_jointcrop": " --arch resnet_nano"}.get(method, "")
     for model in [kind for kind in vars(module).values() if isinstance(kind, type) and "update" in vars(kind)]:
         move = model.update
