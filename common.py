@@ -1074,6 +1074,19 @@ positive_float = bounded("a positive number", float, lambda x: 0 < x < math.inf)
 nonnegative_float = bounded("a non-negative number", float, lambda x: 0 <= x < math.inf)
 fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
 
+
+class FractionPair(argparse.Action):
+    """An argparse action for one or two numbers from 0 to 1, which are stored as two: 0.99 as [0.99, 0.99]."""
+
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, dest, nargs="+", type=fraction, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if len(values) > 2:
+            raise argparse.ArgumentError(self, "expected one or two numbers")
+        setattr(namespace, self.dest, [values[0], values[-1]])
+
+
 # Arguments that may change when a run is resumed. With another number of workers the random numbers differ.
 NOT_IN_CONFIG = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
 
@@ -1161,8 +1174,6 @@ def check_args(parser, args, vit_only):
     for name, value in vars(args).items():
         if name.endswith("_scale") and not 0 < value[0] <= value[1]:
             parser.error(f"--{name.replace('_', '-')}: expected two positive numbers, the smaller one first")
-        if name in ("momentum", "blur_p") and np.size(value) > 2:
-            parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
     local_crops = getattr(args, "local_crops", 0)
     refuse(parser, args, not local_crops, ["local_size", "local_scale"], "without --local-crops")
     refuse(parser, args, timm_module(args.arch) and not is_vit(args.arch), vit_only, "without a ViT (--arch)")

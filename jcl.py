@@ -63,7 +63,7 @@ def parse_args(argv=None):
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
+    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum, or initial and final")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
@@ -74,7 +74,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
-    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, keys")
+    add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, keys")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
@@ -85,12 +85,13 @@ def parse_args(argv=None):
 
 CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=[0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
+    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0], norm="cifar10",
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
-        arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=[0.1],
-        crop_scale=[0.3, 1.0], bn_groups=2, momentum=[0.95], warmup=5.0, num_keys=3, norm="patterns",
+        arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128,
+        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, norm="patterns",
+        num_keys=3,
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
@@ -98,7 +99,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     # App. D: a learning rate of 0.1 for 128 images. It does not give queue and bn_groups, which are ImageNet's here
     imagenet100=dict(arch="resnet18", epochs=100, batch_size=128, lr=0.2),
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, bn_groups=2, momentum=[0.99]),  # not in the paper; None: a tenth of the images
+    folder=dict(queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth of the images
 )  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def info_nce(q, k, queue, temperature):
 
 def augment(x, args, view):
     """Flip and color crops as MoCo v2 does (App. C): uint8 -> normalized float (n, 3, S, S). View 0 is the query's."""
-    query_p, key_p = args.blur_p[0], args.blur_p[-1]
+    query_p, key_p = args.blur_p
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
@@ -326,7 +327,7 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()  # line 12
-            model.update(cosine(args.momentum[0], args.momentum[-1], now / args.epochs))
+            model.update(cosine(*args.momentum, now / args.epochs))
             model.queue.enqueue(keys)  # line 13
             meter.update(metrics | dict(grad_norm=grad_norm))
 

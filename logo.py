@@ -75,7 +75,7 @@ def parse_args(argv=None):
     add("--layers", type=common.positive_int, default=3, help="SimSiam: layers of the projector")  # inference (D12)
     add("--hidden", type=common.positive_int, default=512, help="SimSiam: hidden size of predictor")  # erceguder/LoGo's
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
+    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum, or initial and final")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
@@ -89,7 +89,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 9)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area range of local crops (D7)")
-    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: views 1, 2")
+    add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: views 1, 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
@@ -107,19 +107,21 @@ def parse_args(argv=None):
 
 
 CIFAR = dict(  # supplement, section 1; released: no blur; not in the paper: patch_size
-    arch="resnet18", image_size=32, local_size=32, patch_size=4, blur_p=[0.0], local_scale=[0.08, 0.6], norm="cifar10",
+    arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=[0.08, 0.6], norm="cifar10",
+    blur_p=[0.0, 0.0],
 )  # fmt: skip
 RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.12, queue=128,
-        blur_p=[0.1], bn_groups=2, momentum=[0.95], warmup=5.0, milestones=[], temperature=0.2, norm="patterns",
+        blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, milestones=[], temperature=0.2,
+        norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
     imagenet100={},  # arch, local_size: supplement, section 1
     imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # not in the paper; its kNN takes minutes
-    folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=[0.99]),  # not in the paper; None: 1/10 of images
+    folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth
 )  # fmt: skip
 
 
@@ -272,7 +274,7 @@ def info_nce(q, k, queue, temperature):
 
 def augment(x, args, view):
     """Flip and color crops as MoCo v2 does (D10): uint8 -> normalized float (n, 3, S, S). Views 2, 3 are local."""
-    p1, p2 = args.blur_p[0], args.blur_p[-1]
+    p1, p2 = args.blur_p
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
@@ -536,7 +538,7 @@ def main(args, train=None, test=None):
             previous_norm.copy_(grad_norm)  # for the clip in the next step (D4)
             optimizer.step()  # update the encoder
             if not simsiam:
-                model.update(cosine(args.momentum[0], args.momentum[-1], now / args.epochs))
+                model.update(cosine(*args.momentum, now / args.epochs))
                 model.queue.enqueue(keys)
             meter.update(metrics | dict(grad_norm=grad_norm))
 

@@ -64,7 +64,7 @@ def parse_args(argv=None):
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (v3)")
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
+    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum, or initial and final")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
@@ -85,7 +85,7 @@ def parse_args(argv=None):
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
     add("--local-size", type=common.positive_int, help="local crop size; if None, min(96, half a view)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.4], help="area range of local crops (D9)")
-    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, key")
+    add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, key")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
@@ -113,19 +113,19 @@ def parse_args(argv=None):
 
 CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup (D5); no blur: JointBlur needs --blur-p 0.5
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=[0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
+    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0], norm="cifar10",
 )  # fmt: skip
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.04, queue=128,
-        blur_p=[0.1], crop_scale=[0.3, 1.0], bn_groups=2, momentum=[0.95], warmup=1.0, norm="patterns",
+        blur_p=[0.1, 0.1], crop_scale=[0.3, 1.0], bn_groups=2, momentum=[0.95, 0.95], warmup=1.0, norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
     imagenet100=dict(arch="resnet18", queue=16384),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, bn_groups=2, momentum=[0.99]),  # not in the paper; None: a tenth of the images
+    folder=dict(queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth of the images
 )  # fmt: skip
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
 V1_CIFAR = dict(temperature=0.1, warmup=0.0)  # MoCo's demo, with a cosine
@@ -133,7 +133,7 @@ V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
     queue=None, bn_groups=None,  # it has neither
 )  # fmt: skip
-V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0])  # not in the paper, as the next
+V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # not in the paper, as the next
 V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 
 
@@ -330,7 +330,7 @@ def draw_sigmas(args, joint_blur):
     joint_blur: (n,) bool. Where it is True, the sigmas are drawn by Algorithm 1, and one random number decides for both
     views. If their probabilities of a blur are equal, either both are blurred or neither is.
     """
-    query_p, key_p = args.blur_p[0], args.blur_p[-1]
+    query_p, key_p = args.blur_p
     blur_p = torch.tensor([query_p, key_p] + [query_p] * args.local_crops)[:, None]  # local crops as the query view
     draws = torch.rand(len(blur_p), len(joint_blur))
     draws[1] = torch.where(joint_blur, draws[0], draws[1])
@@ -564,7 +564,7 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
-            m = cosine(args.momentum[0], args.momentum[-1], now / args.epochs)
+            m = cosine(*args.momentum, now / args.epochs)
             model.update(m)
             if keys is not None:  # v3 has no queue
                 model.queue.enqueue(keys)

@@ -73,7 +73,7 @@ def parse_args(argv=None):
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (Table 9)")
     add("--dim", type=common.positive_int, default=256, help="embedding dimension (Table 9)")
     add("--key-encoder", choices=("momentum", "query"), default="momentum", help="encoder of the keys (D4)")
-    add("--momentum", type=common.fraction, nargs="+", default=[0.996, 1.0], help="EMA momentum mu: initial, final")
+    add("--momentum", action=common.FractionPair, default=[0.996, 1.0], help="EMA momentum mu, initial and final")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=300, help="number of epochs")  # section 4.1.2
@@ -87,7 +87,7 @@ def parse_args(argv=None):
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.05, 1.0], help="area range of RandomResizedCrop")
     add("--local-size", type=common.positive_int, help="local crop size; if None, min(96, half a view) (D6)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.35], help="area range of local crops (D6)")
-    add("--blur-p", type=common.fraction, nargs="+", default=[1.0, 0.1], help="probability of blur, views 1 and 2")
+    add("--blur-p", action=common.FractionPair, default=[1.0, 0.1], help="probability of blur, views 1 and 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
@@ -117,7 +117,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.
     patterns=dict(  # not in the paper: for a laptop, with small heads, few patches, weak views
         arch="vit_micro", image_size=32, patch_size=8, epochs=50, batch_size=64, lr=4e-3, min_lr=4e-6, warmup=1.0,
         weight_decay=[0.02, 0.2], momentum=[0.98, 1.0], num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
-        crop_scale=[0.3, 1.0], blur_p=[0.1], norm="patterns",
+        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=CIFAR,
@@ -248,7 +248,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 def augment(x, args, view):
     """Flip and color crops as in Table 10: uint8 -> normalized float (n, 3, S, S). view: 0 and 1, then local crops."""
-    blur_p = [args.blur_p[0], args.blur_p[-1], 0.5][min(view, 2)]  # of T_1, T_2 and local crops (D6)
+    blur_p = [*args.blur_p, 0.5][min(view, 2)]  # of T_1, T_2 and local crops (D6)
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
@@ -467,7 +467,7 @@ def main(args, train=None, test=None):
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, now / args.epochs)  # of weights only
-            momentum = cosine(args.momentum[0], args.momentum[-1], now / args.epochs)
+            momentum = cosine(*args.momentum, now / args.epochs)
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             if args.mixed_view == 2:  # D5
                 views[:2] = views[1], views[0]
