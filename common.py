@@ -304,13 +304,13 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
 
 
 def compare_classes(train, test):
-    """Return "" if both datasets have labels of the same classes in the same order, two at least; else what differs."""
+    """Return "" if both datasets have labels of the same classes, two or more, in the same order; else what differs."""
     one, two = ([*getattr(images, "classes", ())] for images in (train, test))
     if has_labels(train) and has_labels(test) and len(one) > 1 and one == two:
         return ""
     differ = ascii(sorted({*map(str, one)} ^ {*map(str, two)})[:3])  # ascii: letters that look alike may differ
     what = f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}"
-    return f"training and test images need labels of the same classes in the same order, two at least ({what})"
+    return f"training and test images need labels of the same classes, at least two, in the same order ({what})"
 
 
 def _step(x, threshold=0.0, softness=0.15):
@@ -1290,10 +1290,6 @@ def load_run(path, args, config, state):
         raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
     if len(records) < args.epochs:
         log("; ".join([f"resumed from {path}, after epoch {len(records)}", *differences]))
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
-            if workers != args.workers:
-                log(f"workers: {workers} before, {args.workers} now: random numbers differ (--workers)")
         world = rank_and_world()[1]
         if saved.get("processes") != world:
             why = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"

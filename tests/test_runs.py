@@ -97,11 +97,9 @@ def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     assert "the queue has 11 keys for 40 images" in said
     common.save_run(args.out, config, None, state, [dict(epoch=1)])
     monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
-    args.workers = 5
     assert common.open_run(args, images, state, dict(negatives=10)) == (config, [dict(epoch=1)])
     said = capsys.readouterr().out
     assert "processes: 1 before, 2 now" in said and "batch-norm groups" in said and "queue" not in said
-    assert "workers: 3 before, 5 now" in said
     common.save_run(args.out, config, None, state, [dict(epoch=1), dict(epoch=2)])
     common.open_run(args, images, state, dict(negatives=10))
     assert "before" not in capsys.readouterr().out  # a finished run draws nothing
