@@ -81,9 +81,9 @@ def test_ranges_hold(method, module, capsys):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_given_is_in_the_runs_name(method, module):
-    """But for operational flags. A folder of images has its name there."""
-    args = module.parse_args("--epochs 9 --workers 1 --blur-p 0.25 1".split())
-    assert args.out == f"runs/{method}-patterns-{args.arch}-s0-epochs9-blur_p0.25,1"
+    """But for operational flags. One value stands for two. A folder of images has its name there."""
+    args = module.parse_args("--epochs 9 --workers 1 --blur-p 0.25".split())
+    assert args.out == f"runs/{method}-patterns-{args.arch}-s0-epochs9-blur_p0.25,0.25"
     own = module.parse_args(["--dataset", "folder", "--data-dir", "my images"])
     assert own.out == f"runs/{method}-folder-my,images-{own.arch}-s0"
 
