@@ -139,4 +139,5 @@ def test_a_demo_says_so(monkeypatch, capsys):
         said = capsys.readouterr().out.splitlines()
         assert said[:lines] == said[lines + 1 :] and said[lines] == "main" and len(said) == 2 * lines + 1
         assert torch.get_num_threads() == threads
+        assert not lines or "image size" in said[1]
         assert not lines or said[2] == "At full scale: torchrun --nproc_per_node=8 jcl.py --queue 9"
