@@ -163,16 +163,16 @@ def fingerprint(dataset):
     return f"{describe(dataset)}, {digest.hexdigest()[:16]}"
 
 
-def is_hidden(name):
-    """Whether a name is that of a hidden file or a system folder, such as .DS_Store, @eaDir and lost+found."""
-    return name.startswith(".") or name in SYSTEM_FOLDERS
+def visible(folder):
+    """Return the sorted entries of a folder, without hidden files and system folders, such as .DS_Store and @eaDir."""
+    entries = [e for e in os.scandir(folder) if not e.name.startswith(".") and e.name not in SYSTEM_FOLDERS]
+    return sorted(entries, key=lambda entry: entry.name)
 
 
 def list_files(folder, parents=()):
     """Yield the sorted paths of the files below a folder that are not hidden. parents: real paths above it."""
     parents = {*parents, os.path.realpath(folder)}
-    entries = [entry for entry in os.scandir(folder) if not is_hidden(entry.name)]
-    for entry in sorted(entries, key=lambda entry: entry.name):
+    for entry in visible(folder):
         if entry.is_file():
             yield entry.path
         elif entry.is_dir():
@@ -209,11 +209,11 @@ def load_dataset(name, root=None, train=True, image_size=32):
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     try:
-        folders = os.listdir(root) if root is not None else ()
+        folders = [entry.name for entry in visible(root)] if root is not None else []
         if "train" in folders:
             return load_split(name, root, folders, train)
         if name in ("cifar10", "cifar100", "stl10"):
-            return load_torchvision(name, root or "data", train)
+            return load_torchvision(name, root or "data", folders, train)
         if root is None:
             raise UsageError(f"--dataset {name} needs --data-dir, with train/, and val/ or test/ (folder: any images)")
         if name != "folder":
@@ -238,12 +238,12 @@ def load_split(name, root, folders, train):
         return None
     for other in {*folders} - {"train", "val", "validation", "test", "unlabeled"}:
         with contextlib.suppress(OSError):  # what is not read may be unreadable
-            files = [] if is_hidden(other) else os.listdir(os.path.join(root, other))
+            files = os.listdir(os.path.join(root, other))
             if any(os.path.splitext(file)[1].lower() in EXTENSIONS for file in files):
                 raise UsageError(f"{root} has images in {other}/ beside train/, which would not be read")
     names = list_images(root, part)
     found = {file.split(os.sep)[1] for file in names}  # the second of PART/CLASS/FILE, or of PART/FILE
-    classes = sorted(e.name for e in os.scandir(os.path.join(root, part)) if e.is_dir() and not is_hidden(e.name))
+    classes = [entry.name for entry in visible(os.path.join(root, part)) if entry.is_dir()]
     if classes and (loose := sorted(found - {*classes})):
         raise UsageError(f"{part}/{loose[0]} in {root} is beside the class folders")
     if empty := sorted({*classes} - found):
@@ -261,10 +261,9 @@ def load_split(name, root, folders, train):
     return ImageFiles(root, names, targets, classes)
 
 
-def load_torchvision(name, root, train):
+def load_torchvision(name, root, files, train):
     """Load torchvision's CIFAR10, CIFAR100 or STL10, which one process per node downloads. See `load_dataset`."""
-    files = [file for file in os.listdir(root) if not is_hidden(file)] if os.path.isdir(root) else []
-    if files and root != "data" and not any(file.startswith(("cifar", "stl10")) for file in files):
+    if files and not any(file.startswith(("cifar", "stl10")) for file in files):
         raise UsageError(f"--data-dir {root} has no train/ and no files of {name}; to download, pass an empty folder")
     which = dict(split="train+unlabeled" if train else "test") if name == "stl10" else dict(train=train)
     dataset = getattr(torchvision.datasets, name.upper())
@@ -1221,7 +1220,7 @@ def write_file(path, write):
 
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
-    files = sorted(file for file in os.listdir(out) if not is_hidden(file)) if os.path.isdir(out) else []
+    files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
     names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
     temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
     is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
