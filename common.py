@@ -66,9 +66,7 @@ IMAGENET100 = """
 02100583 03642806 04336792 03259280 02116738 02108089 03424325 01855672 02090622"""
 IMAGENET100 = sorted(f"n{number}" for number in IMAGENET100.split())
 
-# Extensions of the formats that Pillow decodes, such as .jpg, .jfif, .png, .gif and .webp
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TGA", "TIFF", "WEBP")
-EXTENSIONS = {extension for extension, name in Image.registered_extensions().items() if name in FORMATS}
+EXTENSIONS = {*torchvision.datasets.folder.IMG_EXTENSIONS, ".avif", ".gif", ".jfif"}  # of files that are read
 SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE.BIN lost+found".split()
 
 
