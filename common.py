@@ -242,10 +242,8 @@ def load_split(name, root, folders, train):
     names = list_images(root, part)
     found = {file.split(os.sep)[1] for file in names}  # the second of PART/CLASS/FILE, or of PART/FILE
     classes = [entry.name for entry in visible(os.path.join(root, part)) if entry.is_dir()]
-    if classes and (loose := sorted(found - {*classes})):
-        raise UsageError(f"{part}/{loose[0]} in {root} is beside the class folders")
-    if empty := sorted({*classes} - found):
-        raise UsageError(f"folders without images in {root}/{part}: {', '.join(empty[:5])}")
+    if classes and (wrong := sorted(found ^ {*classes})):
+        raise UsageError(f"{root}/{part}/{wrong[0]} is a class folder without images, or an image beside class folders")
     if name == "imagenet100" and classes:
         if missing := sorted({*IMAGENET100} - {*classes}):
             raise UsageError(f"{root}/{part} has no {missing[0]} of ImageNet-100; for others pass --dataset imagenet")

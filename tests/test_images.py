@@ -218,8 +218,8 @@ def test_imagenet100(tmp_path):
 
 
 LAYOUTS = [  # --dataset, folders with two images each, folders without, links, what the message names
-    ("folder", "train train/a train/b", "", "", "train/0.png in DIR"),  # images beside classes
-    ("folder", "train/a train/b", "train/c", "", "without images in DIR/train: c"),
+    ("folder", "train train/a train/b", "", "", "DIR/train/0.png is .* beside class folders"),
+    ("folder", "train/a train/b", "train/c", "", "DIR/train/c is a class folder without images"),
     ("folder", "train/a train/b", "val/a", "", "no images in DIR/val"),
     ("folder", "", "x", "", "no images in DIR"),
     ("imagenet", "a b", "", "", "train/"),
