@@ -308,49 +308,45 @@ def compare_classes(train, test):
     return f"training and test images need labels of the same classes, at least two, in the same order ({what})"
 
 
-def _step(x, threshold=0.0, softness=0.15):
-    return np.tanh((x - threshold) / softness)  # from -1 to 1
-
-
-# Ten kinds: u, v are rotated coordinates in radians; r, t polar ones; c the cycles per image; p a phase.
-PATTERNS = {
-    "stripes": lambda u, v, r, t, c, p: _step(np.sin(u)),
-    "checks": lambda u, v, r, t, c, p: _step(np.sin(u)) * _step(np.sin(v)),
-    "dots": lambda u, v, r, t, c, p: _step(np.cos(u) + np.cos(v), 0.7, 0.2),
-    "rings": lambda u, v, r, t, c, p: _step(np.sin(2 * np.pi * c * r + p)),
-    "grid": lambda u, v, r, t, c, p: _step(np.maximum(np.cos(u), np.cos(v)), 0.8, 0.1),
-    "waves": lambda u, v, r, t, c, p: _step(np.sin(u + 1.8 * np.sin(v))),
-    "triangles": lambda u, v, r, t, c, p: _step((u / (2 * np.pi)) % 1 + (v / (2 * np.pi)) % 1, 1, 0.1),
-    "crosses": lambda u, v, r, t, c, p: (
-        _step(np.minimum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.3, 0.1)
-        * _step(np.maximum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.8, 0.1)
+PATTERNS = {  # ten kinds; u, v: rotated coordinates in radians; r, t: radius and angle around a point, also in radians
+    "stripes": lambda u, v, r, t: np.tanh(np.sin(u) / 0.15),
+    "checks": lambda u, v, r, t: np.tanh(np.sin(u) / 0.15) * np.tanh(np.sin(v) / 0.15),
+    "dots": lambda u, v, r, t: np.tanh((np.cos(u) + np.cos(v) - 0.7) / 0.2),
+    "rings": lambda u, v, r, t: np.tanh(np.sin(r) / 0.15),
+    "grid": lambda u, v, r, t: np.tanh((np.maximum(np.cos(u), np.cos(v)) - 0.8) / 0.1),
+    "waves": lambda u, v, r, t: np.tanh(np.sin(u + 1.8 * np.sin(v)) / 0.15),
+    "triangles": lambda u, v, r, t: np.tanh(((u / (2 * np.pi)) % 1 + (v / (2 * np.pi)) % 1 - 1) / 0.1),
+    "crosses": lambda u, v, r, t: (
+        np.tanh((np.minimum(abs(np.sin(u / 2)), abs(np.sin(v / 2))) - 0.3) / 0.1)
+        * np.tanh((np.maximum(abs(np.sin(u / 2)), abs(np.sin(v / 2))) - 0.8) / 0.1)
     ),
-    "spokes": lambda u, v, r, t, c, p: _step(np.sin(np.round(1.6 * c) * t + p)),
-    "bricks": lambda u, v, r, t, c, p: _step(
-        np.maximum(np.cos(u), 2 * np.cos((v + np.pi * (np.cos(u / 2) > 0)) / 2) ** 8 - 1), 0.75, 0.1
+    "spokes": lambda u, v, r, t: np.tanh(np.sin(t) / 0.15),
+    "bricks": lambda u, v, r, t: np.tanh(
+        (np.maximum(np.cos(u), 2 * np.cos((v + np.pi * (np.cos(u / 2) > 0)) / 2) ** 8 - 1) - 0.75) / 0.1
     ),
 }
 
 
 def draw_patterns(pattern, n, size, rng):
     """Draw n images of a kind of PATTERNS: (n, size, size, 3) uint8. rng: numpy's random generator."""
-    axis = (np.arange(size, dtype=np.float32) + 0.5) / size - 0.5
-    x0, y0 = axis[None, None, :], axis[None, :, None]
-    angle, p1, p2, w1, w2, w3, w4, light = np.float32(2 * np.pi) * rng.random((8, n, 1, 1), np.float32)
+    x0 = (np.arange(size, dtype=np.float32) + 0.5) / size - 0.5
+    y0 = x0[:, None]
+    angle, p1, p2, w1, w2, w3, w4, light = 2 * np.pi * rng.random((8, n, 1, 1), np.float32)
+    scale, offset = rng.random((2, n, 1, 1), np.float32)
     x = x0 + 0.12 * np.sin(5 * (np.cos(w1) * x0 + np.sin(w1) * y0) + w2)  # warped
     y = y0 + 0.12 * np.sin(5 * (np.cos(w3) * x0 + np.sin(w3) * y0) + w4)
-    scale, offset = rng.random((2, n, 1, 1), np.float32)
     cycles = 1.8 * 2 ** (0.7 * scale)
-    u = np.float32(2 * np.pi) * cycles * (np.cos(angle) * x + np.sin(angle) * y) + p1
-    v = np.float32(2 * np.pi) * cycles * (np.cos(angle) * y - np.sin(angle) * x) + p2
+    u = 2 * np.pi * cycles * (np.cos(angle) * x + np.sin(angle) * y) + p1
+    v = 2 * np.pi * cycles * (np.cos(angle) * y - np.sin(angle) * x) + p2
     dx, dy = x - offset / 2 * np.cos(p1), y - offset / 2 * np.sin(p1)
-    value = pattern(u, v, np.hypot(dx, dy), np.arctan2(dy, dx), cycles, p2)[..., None]
+    r, t = 2 * np.pi * cycles * np.hypot(dx, dy) + p2, np.round(1.6 * cycles) * np.arctan2(dy, dx) + p2
+    value = pattern(u, v, r, t)[..., None]
     value -= value.mean((1, 2, 3), keepdims=True)  # no kind is brighter than another
-    sign = rng.choice(np.float32([-1, 1]), (n, 1, 1, 1))
+    value *= rng.choice(np.float32([-1, 1]), (n, 1, 1, 1))
     shade = 0.3 * rng.standard_normal((n, 1, 1), np.float32) * (np.cos(light) * x0 + np.sin(light) * y0)
     colors = 0.5 + 0.03 * rng.standard_normal((2, n, 1, 1, 3), np.float32)
     contrast = rng.uniform(0.1, 0.28, (n, 1, 1, 1)).astype(np.float32)
-    images = colors.mean(0) + shade[..., None] + sign * value * ((colors[0] - colors[1]) / 4 + contrast)
+    images = colors.mean(0) + shade[..., None] + value * ((colors[0] - colors[1]) / 4 + contrast)
     images += 0.03 * rng.standard_normal(images.shape, np.float32)
     return (images.clip(0, 1) * 255 + 0.5).astype(np.uint8)
 
