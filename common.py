@@ -290,12 +290,10 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     if train is None:
         train = load_dataset(name, root, True, image_size)
         test = load_dataset(name, root, False, image_size) if test is None else test
-    if test is None:
-        log("no kNN in this training, because there are no test images")
-    elif problem := compare_classes(train, test):
+    problem = "there are no test images" if test is None else compare_classes(train, test)
+    if problem:
         log(f"no kNN in this training: {problem}")
-        test = None
-    return train, test
+    return train, None if problem else test
 
 
 def compare_classes(train, test):
