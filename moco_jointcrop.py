@@ -252,12 +252,10 @@ class JointCrop(v2.RandomResizedCrop):
     The image is an RGB PIL image or a tensor (..., H, W). Inside v2.Compose, later transforms change both crops
     alike, or only the first if they are plain tensors.
 
-    Ten aspect ratios are tried for the same area (torchvision redraws it each time). So in a wide or tall image a large
-    area never fits, and the center crop is taken (D2): with areas from 0.2 in 40 % of the crops of a 640 x 320 image.
-
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
     these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
-    whole: if none of the aspect ratios fits, take the whole image, not a center crop (D2).
+    whole: if none of ten aspect ratios fits, take the whole image, not a center crop (D2). All ten have the same area
+    (torchvision redraws it), so none fits in 40 % of the crops of a 640 x 320 image with areas from 0.2.
 
     The same without this class, with RandomResizedCrop of torchvision.transforms, and resized_crop and gaussian_blur of
     torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:
