@@ -205,8 +205,8 @@ def center_suppressed(room, alpha):
 def contrast(q, k, temperature, first):
     """Return MoCo v3's loss, ctr of its Algorithm 1: 2 tau times the cross-entropy of cosine similarities.
 
-    q: (n, C), this process's queries. k: (N, C), the keys of all processes. Key first + i is the positive of query i,
-    and the other keys are its negatives. temperature: tau > 0. Both are L2-normalized here.
+    q: (n, C), this process's queries. k: (N, C), the keys of all processes. Both are L2-normalized here. Key first + i
+    is the positive of query i, and the other keys are its negatives. temperature: tau > 0.
     Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
     autocast, which would undo that. Raises ValueError if the shapes do not fit, or queries have no such key.
     """
