@@ -283,17 +283,16 @@ class JointCrop(v2.RandomResizedCrop):
     def crop(self, image, scale):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
         image_height, image_width = v2.functional.get_size(image)
-        top, left, height, width = box = self.get_params(image, scale, self.ratio)
+        _, _, height, width = box = self.get_params(image, scale, self.ratio)
         highest = min(image_height, round(image_width / self.ratio[0]))
         widest = min(image_width, round(image_height * self.ratio[1]))
         center = (image_height - highest) // 2, (image_width - widest) // 2, highest, widest
         if box == center:  # `get_params` returns it if no aspect ratio fits, and rarely by chance
-            if self.whole:
-                top, left, height, width = 0, 0, image_height, image_width
+            box = (0, 0, image_height, image_width) if self.whole else center
         elif self.css_alpha != 1:
             top = center_suppressed(image_height - height, self.css_alpha)
             left = center_suppressed(image_width - width, self.css_alpha)
-        box = top, left, height, width
+            box = top, left, height, width
         return v2.functional.resized_crop(image, *box, self.size, self.interpolation, self.antialias)
 
 
