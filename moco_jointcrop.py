@@ -91,8 +91,8 @@ def parse_args(argv=None):
     args = common.parse_args(parser, argv, recipe)
     if args.joint in ("blur", "either", "both") and min(args.blur_p) == 0:
         parser.error(f"--joint {args.joint} needs blurs of both views: pass --blur-p 0.5")
-    as_released = args.joint == "crop" and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
-    if args.variant == "released" and not (as_released and args.moco == "v3"):
+    form = args.moco, args.joint, args.beta, args.css_alpha, args.local_crops
+    if args.variant == "released" and form != ("v3", "crop", 0, 1, 0):
         parser.error("--variant released is JointCrop with beta 0 on two views, on MoCo v3 (D3, D6)")
     if not math.isfinite(args.beta) or args.css_alpha < 0.01:  # below that, Beta's draws underflow
         parser.error("expected a finite --beta, and --css-alpha 0.01 or more")
@@ -470,7 +470,7 @@ def cosine(start, end, done):
 
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warmup, then a cosine, or --milestones (D8)."""
-    peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
+    peak, last = args.lr * args.batch_size / 256, args.min_lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
