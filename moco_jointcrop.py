@@ -674,10 +674,8 @@ def convert_split_batchnorm(module, groups):
 # D4 The areas of crops. Released: from 0.2 (its README's command), or 0.08 (its default). Here: 0.2; small data: 0.08.
 # D5 Small datasets. ContrastiveCrop: `--epochs 500 --lr 0.25 --min-lr 0.025 --warmup 0 --momentum 0.999 --weight-decay
 #    1e-4 --crop-scale 0.2 1 --queue 65536`, where the learning rate is 0.5 for 512 images. Here: MoCo's own demo on
-#    CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1 --joint none`, except that the demo
-#    divides by a standard deviation of (0.2023, 0.1994, 0.2010), changes the learning rate once per epoch, draws the
-#    order of the color jitter per image, and computes in float32 (here in bf16 on GPUs that have it). MoCo v2 has its
-#    own head and temperature, and one epoch of warmup, without which JointCrop's embeddings were nearly equal for three
+#    CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1 --joint none`. MoCo v2 has its own
+#    head and temperature, and one epoch of warmup, without which JointCrop's embeddings were nearly equal for three
 #    epochs. STL-10: a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
