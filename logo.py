@@ -1,18 +1,18 @@
 """LoGo: Leverage Your Local and Global Representations (Zhang et al., CVPR 2022, arXiv 2203.17205).
 
-Large crops of an image look much the same. Small crops often do not. LoGo, which is added to MoCo or to SimSiam, pulls
-two global crops together, and two local crops towards the global ones, which are constants there. It pushes the two
-local crops apart, because they show different parts of the image. Their similarity is learned: an affinity network is
-trained to score two local crops of one image above local crops of two images. The encoder takes a small step to reduce
-the scores of its own pairs. By default this file follows the released code, because the paper's form is ill-posed (D1).
+Large crops of an image look alike. Small crops often do not. LoGo, which is added to MoCo or SimSiam, pulls two global
+crops together (L_gg), and two local crops towards the global ones, which are constants there (L_lg). It pushes the two
+local crops apart (L_ll), as they show different parts of the image. Their similarity is learned: an affinity network is
+trained to score two local crops of one image above those of two images, and the encoder takes a small step to reduce
+the scores of its own pairs. By default this file follows the released code: the paper's form is ill-posed (D1).
 
 Inference: only the paper's supplement and the code for MoCo were available, so all that concerns SimSiam is inferred.
 Caution: the affinity can score its training pairs without comparing the crops. The end of this file says more on both.
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
+    L_ll          local_dissimilarity
     Eq. 6         affinity_loss                              what the affinity learns (supplement, Eq. 4)
-    L_ll          local_dissimilarity                        what the encoder minimizes
-    Eq. 9         main, --variant paper                      L_gg + L_lg + lambda L_ll; by default a step of its own
+    Eq. 9         main, --variant paper                      L_gg + L_lg + lambda L_ll; by default L_ll has its own step
     Algorithm 1   main                                       each step: first Eq. 6, then Eq. 9
 
     python logo.py                                                            # a laptop, no data
