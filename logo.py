@@ -150,13 +150,12 @@ def recipe(args):
 def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     """Return the affinity's loss (Eq. 6), low if two local crops of one image score above local crops of two images.
 
-    Positives are the rows of local1 and local2, which belong to the same image. In negatives, local2 is rolled by one
-    row. form: "logistic" (released) is the softplus of the negated positive scores plus the softplus of the negative
-    scores, averaged over both orders of the two; it is at least 0. "linear" (paper) is -Omega, that is
-    E f(negative) - E f(positive) (supplement, Eq. 4). It is unbounded. That f is the softplus of the score is inferred.
-
-    affinity: (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. noise: (2, N, C), added to the
-    positives, or None. Gradients reach the affinity only. Raises ValueError if shapes or form do not fit, or N is 1.
+    affinity: (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. Row i of both is of one image, a
+    positive pair; in negative pairs, local2 is rolled by one row. noise: (2, N, C), added to the positives, or None.
+    form: "logistic" (released), the binary cross-entropy of positives plus that of negatives, with scores as logits,
+    averaged over both orders of a pair; "linear" (paper), E f(negative) - E f(positive), which is unbounded
+    (supplement, Eq. 4; that f is the softplus of the score is inferred).
+    Gradients reach the affinity only. Raises ValueError if shapes or form do not fit, or N is 1.
     """
     noise = local1.new_zeros(2, *local1.shape) if noise is None else noise
     if local1.dim() != 2 or len(local1) < 2 or local2.shape != local1.shape or noise.shape != (2, *local1.shape):
