@@ -156,13 +156,13 @@ def recipe(args):
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     """Return a pair (a, b) of numbers in [low, high] by Algorithm 1, which draws their ratio first.
 
-    ln(b / a) lies in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. It is uniform if
-    beta = 0. If beta > 0, it is normal with standard deviation s_b / beta, truncated to that interval. If beta < 0, a
-    value x is drawn as for -beta and mirrored within its half: s_b - x if x > 0, and -s_b - x if x < 0. Given the
-    ratio, a is uniform where a and b are in range.
+    x = ln(b / a) is in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. beta = 0: x is
+    uniform. beta > 0: x is normal with standard deviation s_b / beta, truncated to that interval. beta < 0: x is drawn
+    as for -beta, and mirrored within its half, to s_b - x if x > 0 and to -s_b - x if x < 0. Given x, a is uniform
+    where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4-10).
 
-    u, v: uniform draws from [0, 1), of the ratio and of a. beta: a finite number; None: two independent uniform values
-    (RandomCrop, Eq. 4-10). offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
+    u, v: uniform draws from [0, 1), of x and of a. beta: a finite number, or None. offset: 0.1 in the released code
+    (D1). Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
         raise ValueError(f"joint_from_uniform takes 0 < low <= high, not low {low} and high {high}")
