@@ -686,11 +686,11 @@ def convert_split_batchnorm(module, groups):
 #    (v3). The loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
 #    `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --local-size 96 --joint-pair local` (or global).
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Inference: only the paper's appendix was available. The main text defines JointBlur and the settings of small
-# datasets. So it is our choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw
-# decides for both views. MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets) are
-# ContrastiveCrop's. The second parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not
-# the variance. MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there.
+# Inference: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our
+# choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw decides for both views
+# (MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there). The second
+# parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. MoCo v1's views
+# and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets) are ContrastiveCrop's.
 # Not here: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines in JointCrop's
 # docstring; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
 
