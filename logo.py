@@ -333,9 +333,10 @@ class MoCo(nn.Module):
         queries are view 0's. Only the loss has a gradient, which reaches the query encoder only.
         """
         pairs = self.global_pairs + self.local_pairs  # view i is a query, and view j is its key
-        z = dict(enumerate(local or [], start=2))  # projections, by the number of the view
-        z |= {i: self.project(views[i]) for i in sorted({i for i, _ in pairs} - z.keys())}
-        q = {i: F.normalize(x, dim=1) for i, x in z.items()}
+        q = {}
+        for i in sorted({i for i, _ in pairs}):
+            z = local[i - 2] if local and i > 1 else self.project(views[i])
+            q[i] = F.normalize(z, dim=1)
         keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted({j for _, j in pairs})}  # (N, dim)
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
             l_gg = [info_nce(q[i], shard(keys[j]), self.queue.keys, self.temperature) for i, j in self.global_pairs]
@@ -368,10 +369,10 @@ class SimSiam(nn.Module):
         for _ in range(layers - 1):
             projector += layer(dim, dim)
         projector[-2:] = [nn.BatchNorm1d(dim, affine=False)]  # the last one has no weights, and no ReLU
-        self.backbone = backbone
-        self.projector = nn.Sequential(*projector)
+        self.backbone, self.projector = backbone, nn.Sequential(*projector)
         self.predictor = nn.Sequential(*layer(dim, hidden), nn.Linear(hidden, dim))
-        (self.global_pairs, self.local_pairs), self.reduction = pairs, reduction
+        self.global_pairs, self.local_pairs = pairs
+        self.reduction = reduction
 
     def project(self, x):
         """Return the projections of images: (n, 3, H, W) -> (n, dim), in the dtype of x."""
