@@ -2,10 +2,9 @@
 
 Two random crops of an image mostly have similar areas, and such pairs are easy positives. JointCrop draws the ratio of
 the two areas first, and then the areas, from the same range. beta sets the distribution of the ratio: beta > 0 prefers
-similar areas, beta = 0 makes the logarithm of the ratio uniform, and beta < 0 prefers extreme ratios. JointBlur does
-the same with the strengths of the two blurs, so that one view is sharp and the other is not. The rest is MoCo: the keys
-come from a momentum encoder, and the negatives are a queue of earlier keys (v1, v2), or the other keys of the batch
-(v3). Inference: only the paper's appendix was available, so the form of JointBlur is our choice (see the end).
+similar areas, beta = 0 makes its logarithm uniform, and beta < 0 prefers extreme ratios. JointBlur does the same with
+the sigmas of the two blurs: one view is sharp, the other is not. The rest is MoCo, with a queue (v1, v2) or without one
+(v3). Inference: only the paper's appendix was available, so JointBlur's form is our choice (see the end).
 
     Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the sigmas of the two blurs
     Eq. 4-10           joint_from_uniform, beta=None       RandomCrop's areas (in the tests)
