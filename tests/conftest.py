@@ -136,12 +136,17 @@ class Blank(Pictures):
         super().__init__(np.broadcast_to(np.uint8(0), (n, size, size, 3)), classes=["black"])
 
 
+def first_call(function, module, flags="", train=None):
+    """What `main` gives to a function, "MODULE.NAME", in the first call, which ends it."""
+    args = module.parse_args([*flags.split(), "--device", "cpu"])
+    with mock.patch(function, side_effect=InterruptedError) as called, pytest.raises(InterruptedError):
+        module.main(args, train=Blank(args.batch_size) if train is None else train)
+    return called.call_args.args
+
+
 def state_of(module, flags="", train=None):
     """What `main` trains and saves, as it begins: {name: module, optimizer or tensor}."""
-    args = module.parse_args([*flags.split(), "--device", "cpu"])
-    with mock.patch("common.open_run", side_effect=InterruptedError) as begun, pytest.raises(InterruptedError):
-        module.main(args, train=Blank(args.batch_size) if train is None else train)
-    return begun.call_args.args[2]
+    return first_call("common.open_run", module, flags, train)[2]
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 import itertools
 import math
 from collections import Counter
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from conftest import INFO, Blank, Pictures, generator, info_nce, ks, random_views, unit, values
+from conftest import INFO, Blank, Pictures, first_call, generator, info_nce, ks, random_views, unit, values
 from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -174,14 +173,11 @@ def number_of(view):
     return index
 
 
-def data_set(monkeypatch, flags=""):
+def data_set(flags=""):
     """The dataset that `main` gives to its loader, of images whose red is their index; green, blue are coordinates."""
-    words = f"--batch-size 8 --image-size 16 --device cpu {flags}".split()
-    monkeypatch.setattr(clim, "DataLoader", given := Mock(side_effect=InterruptedError))
     index, x, y = np.meshgrid(np.arange(40), 8 * np.arange(32), 8 * np.arange(32), indexing="ij")
-    with pytest.raises(InterruptedError):
-        clim.main(clim.parse_args(words), train=Pictures(np.stack([index, x, y], 3).astype(np.uint8)))
-    return given.call_args.args[0]
+    images = Pictures(np.stack([index, x, y], 3).astype(np.uint8))
+    return first_call("clim.DataLoader", clim, f"--batch-size 8 --image-size 16 {flags}", images)[0]
 
 
 TABLE = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
@@ -191,9 +187,9 @@ TABLE = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
     ("", 2), ("--mix none", 1), ("--image-size 12 16", 2), ("--local-crops 2 --local-size 8", 4),
     ("--local-crops 2 --local-size 8 --same-crop", 4),
 ])  # fmt: skip
-def test_views_of_the_image_and_of_its_positive(flags, others, monkeypatch):
+def test_views_of_the_image_and_of_its_positive(flags, others):
     """Of one positive in the image's row, once these are chosen. With --same-crop a key has the crop of its query."""
-    images, own, equal = data_set(monkeypatch, flags), [16, 16, 8, 8][: max(2, others)], Counter()
+    images, own, equal = data_set(flags), [16, 16, 8, 8][: max(2, others)], Counter()
     (views, none), label = images[7]
     assert ([x.shape[-1] for x in views], none, label) == (own, [], 0) and len(images) == 40
     images.positives.copy_(TABLE)
@@ -208,8 +204,8 @@ def test_views_of_the_image_and_of_its_positive(flags, others, monkeypatch):
     assert {pair: count for pair, count in equal.items() if count > 2} == same
 
 
-def test_positives_are_drawn_uniformly_and_anew_each_time(monkeypatch):
-    images, n = data_set(monkeypatch), 1000
+def test_positives_are_drawn_uniformly_and_anew_each_time():
+    images, n = data_set(), 1000
     images.positives.copy_(torch.arange(10).expand(40, -1))  # a positive is the number of its column
     drawn = torch.tensor([number_of(images[3][0][1][0]) for _ in range(n)])
     assert (drawn.bincount(minlength=10) - n / 10).abs().max() < 5 * math.sqrt(n / 10)  # image 0 is a positive, too
@@ -307,16 +303,12 @@ def test_choose_positives(selection, count, flags, monkeypatch, capsys):
             assert {*chosen} == dict(random=others, knn={*near}, kmeans=members)[selection]
 
 
-class Unlabeled(list):
-    targets = []
-
-
 def test_the_clusters_of_a_folder_are_one_per_128_images(monkeypatch):
     asked, kmeans = [], clim.kmeans
     monkeypatch.setattr(clim, "kmeans", lambda x, m: asked.append(m) or kmeans(x, m))
     args = clim.parse_args("--dataset folder --selection kmeans --image-size 16".split())
     for count in (100, 128, 1300):
-        images = Unlabeled(Blank(count, 16))
+        images = [*Blank(count, 16)]  # which have no targets
         clim.choose_positives(args, model_of().float(), images, INFO, torch.device("cpu"))
     assert asked == [1, 1, 10]
 

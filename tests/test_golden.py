@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Blank, generator, values
+from conftest import ROOT, first_call, generator, values
 from PIL import Image
 from torch import nn
 from torchvision.transforms import v2
@@ -204,11 +204,8 @@ def test_jointcrop_areas_and_boxes(name, monkeypatch):
     same(ours, areas)
     same((ours[:, 1] / ours[:, 0]).log(), f[f"log_ratio_{name}"])
 
-    args = moco_jointcrop.parse_args(f"--variant released --crop-scale {LEAST[name]} 1 --device cpu".split())
-    crops, found = [], []
-    monkeypatch.setattr(moco_jointcrop, "JointViews", lambda images, *both: crops.extend(both))
-    with pytest.raises(TypeError):  # main cannot continue without its views
-        moco_jointcrop.main(args, train=Blank(args.batch_size))
+    flags = f"--variant released --crop-scale {LEAST[name]} 1"
+    (_, crop, *_), found = first_call("moco_jointcrop.JointViews", moco_jointcrop, flags), []
 
     def uniform_(x, low, high):  # torchvision draws an area, here from a range of one value, and an aspect ratio
         return x.fill_(low if low == high else low + (high - low) * next(aspects[len(found) % 2]))
@@ -222,7 +219,7 @@ def test_jointcrop_areas_and_boxes(name, monkeypatch):
     monkeypatch.setattr(v2.functional, "resized_crop", lambda image, *box_and_more: found.append(box_and_more[:4]))
     for (height, width), draw in zip(sizes.tolist(), draws, strict=True):
         aspects, positions = (iter(draw[2:12]), iter(draw[14:24])), (iter(draw[12:14]), iter(draw[24:]))
-        crops[0](Image.new("L", (width, height)))
+        crop(Image.new("L", (width, height)))
     same(torch.tensor(found).view(boxes.shape), boxes, bound=0)
     assert (boxes[:, :, 2:] == sizes[:, None]).all(2).any()  # ten tries failed
 
