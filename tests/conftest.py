@@ -26,8 +26,8 @@ CHOICES = dict(
     moco_jointcrop=("--moco v1", "--moco v3", f"--joint blur {BLUR}", f"--joint either {BLUR}", "--variant released"),
     jcl=("--variant released", "--vanilla"),
     clim=("--selection none", "--selection knn", "--image-size 24 16"),
-    logo=("--base simsiam", "--variant paper", "--affinity-form linear"),
-    patchmix=("--variant released",),
+    logo=("--base simsiam", "--variant paper", "--affinity-form linear", "--base simsiam --local-crops 0 --one-way"),
+    patchmix=("--variant released", "--terms oto --patch-size 32"),  # unmixed images of one patch
 )
 # timm's keywords of a ResNet for tests. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
 # convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512.

@@ -187,11 +187,3 @@ REFUSALS = [(method, flags) for method in METHODS for flags in ["--init-prefix x
 def test_a_flag_without_effect_is_refused(method, module, flags, capsys):
     line = refused(capsys, module.parse_args, flags.split())
     assert re.findall(r"--[a-z]\S+", flags)[-1] in line and "no effect" in line
-
-
-@pytest.mark.parametrize("method, flags", [
-    ("patchmix", "--terms oto --patch-size 32"), ("logo", "--base simsiam --local-crops 0 --one-way"),
-])  # fmt: skip
-def test_what_has_an_effect_is_not_refused(method, module, flags):
-    """Nothing is mixed, so no patches have to fit. SimSiam with one query has one term."""
-    module.parse_args(flags.split())
