@@ -118,9 +118,7 @@ def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, capsys):
     last, whole = tmp_path / "last.pt", (tmp_path / "last.pt").read_bytes()
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00\n[1]\nnull\n")
     (tmp_path / "backbone.pt").unlink()
-    damaged = bytearray(whole)
-    damaged[len(whole) // 2] ^= 1  # a bit of a weight
-    for data in (damaged, whole[:-100], whole[:1000], b""):
+    for data in (whole[:-100], whole[:1000], b""):  # of single bits see below
         last.write_bytes(data)
         before = contents(tmp_path)
         assert str(last) in refused(capsys, run, "jcl", tmp_path, *JCL) and contents(tmp_path) == before
