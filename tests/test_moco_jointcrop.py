@@ -25,9 +25,9 @@ def draws(n, low, high, beta, offset=0.0):
     return moco.sample_joint(n, low, high, beta, generator(), offset)
 
 
-def algorithm1(n, low, high, beta, rng):
+def algorithm1(n, low, high, beta, rng, offset=0.0):
     """Algorithm 1 as it is written, for n pairs, the truncated normal by rejection."""
-    s_b = math.log(high / low)
+    s_b = math.log(high / low - offset)
     u = rng.uniform(-s_b, s_b, n) if beta == 0 else rng.normal(0, s_b / abs(beta), 10 * n)
     u = u[abs(u) <= s_b][:n]
     if beta < 0:
@@ -37,9 +37,13 @@ def algorithm1(n, low, high, beta, rng):
     return s_1, s_1 * s_r
 
 
-@pytest.mark.parametrize("beta, low, high", [(4, 0.2, 1), (0.5, 0.1, 2), (0, 0.2, 1), (-0.7, 0.1, 2), (-4, 0.2, 1)])
-def test_algorithm1_against_rejection_sampling(beta, low, high):
-    reference, ours = algorithm1(200_000, low, high, beta, np.random.default_rng(1)), draws(200_000, low, high, beta)
+CASES = [(4, 0.2, 1, 0), (0.5, 0.1, 2, 0), (0, 0.2, 1, 0), (-0.7, 0.1, 2, 0), (-4, 0.2, 1, 0.1)]
+
+
+@pytest.mark.parametrize("beta, low, high, offset", CASES)
+def test_algorithm1_against_rejection_sampling(beta, low, high, offset):
+    reference = algorithm1(200_000, low, high, beta, np.random.default_rng(1), offset)
+    ours = draws(200_000, low, high, beta, offset)
     assert ks(reference[0], ours[0]) < 1.9  # far beyond 0.1 %
     assert ks(reference[1] / reference[0], ours[1] / ours[0]) < 1.9
 
