@@ -287,11 +287,10 @@ def hold_out(labels, fraction, least=400):
     `least` rows, or all but one per class, which is always fitted. If each class has one row, none is held out.
     """
     order = torch.randperm(len(labels))
-    _, last = np.unique(labels[order].flip(0), return_index=True)  # of each class, counted from the end
-    free = torch.ones(len(labels), dtype=torch.bool)
-    free[len(labels) - 1 - last] = False
+    last_of_class = dict(zip(labels[order].tolist(), order.tolist(), strict=True))  # the row that is always fitted
+    free = order[~torch.isin(order, torch.tensor([*last_of_class.values()]))]
     size = max(1, int(fraction * len(labels)))
-    folds = order[free].split(size)[: math.ceil(least / size)]
+    folds = free.split(size)[: math.ceil(least / size)]
     return [(order[~torch.isin(order, held)], held) for held in folds]
 
 
