@@ -154,12 +154,11 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.finetune and args.protocol not in (None, *FINETUNE):
         parser.error(f"--finetune needs --protocol patchmix or clim, not {args.protocol}")
-    trained = args.finetune or args.protocol not in (None, "probe")
-    if trained and (args.solver == "lbfgs" or args.no_baselines):
+    names = FINETUNE["clim"] if args.finetune else LINEAR[args.protocol or "probe"]
+    if names is not PROBE and (args.solver == "lbfgs" or args.no_baselines):
         parser.error("--solver lbfgs and --no-baselines need --protocol probe")
-    names = LBFGS if args.solver == "lbfgs" else LINEAR[args.protocol or "probe"]
-    if args.finetune:
-        names = FINETUNE["clim"]
+    if args.solver == "lbfgs":
+        names = LBFGS
     others = [name for name in PROBE | LBFGS | FINETUNE["clim"] if name not in names]
     common.refuse(parser, args, True, others, "with this --protocol, --solver and --finetune")
     return args
