@@ -563,9 +563,9 @@ def train_protocol(args, device, encoder, info, train, test):
 
     # The run. Its configuration has a hash of the encoder's weights instead of their path, and the test images
     amp = common.use_bf16(args.amp, device)
-    digest = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
-    unused = dict(solver=None, no_baselines=None)
-    args = argparse.Namespace(**vars(args) | unused | dict(checkpoint=digest, test_images=common.fingerprint(test)))
+    args.checkpoint = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
+    args.test_images = common.fingerprint(test)
+    args.solver = args.no_baselines = None  # of the probe only
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
     config, records = common.open_run(args, train, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
     info.pop("data_dir", None)  # backbone.pt has no paths
