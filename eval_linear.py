@@ -341,13 +341,12 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
         return weight.detach().unbind(1)
 
     lrs = sorted(set(lrs or (10 ** (i / 2) for i in range(-9, 4))))
-    right, total = [0] * len(lrs), 0
+    right = [[] for _ in lrs]
     for rest, check in hold_out(y.cpu(), holdout):
         choosing = check if len(check) else rest
-        total += len(choosing)
-        for i, weight in enumerate(fit(rest, lrs)):
-            right[i] += ((x[choosing] @ weight).argmax(1) == y[choosing]).sum().item()
-    percents = [100 * (count / total) for count in right]
+        for part, weight in zip(right, fit(rest, lrs), strict=True):
+            part.extend(((x[choosing] @ weight).argmax(1) == y[choosing]).tolist())
+    percents = [100 * (sum(part) / len(part)) for part in right]
     best = best_of(percents)
     (weight,) = fit(torch.cat([check, rest]), [lrs[best]])
     return dict(logits=test_x @ weight, chosen=lrs[best], held_out=dict(zip(lrs, percents, strict=True)))
