@@ -62,9 +62,8 @@ import common
 # [P]: printed in the paper. [C]: from its released code, or from code that it builds on, which is named. [I]: inferred.
 # fmt: off
 PROBE = dict(epochs=50, batch_size=256, lrs=None, holdout=0.1)  # not from a paper
-LBFGS = dict(  # LoGo, supplement 3: L2, metrics [P]; its grid: BYOL's, SimCLR's [I]
-    batch_size=256, strengths=[10 ** (i / 4) for i in range(-24, 21)], holdout=0.1, metric="top1",
-)
+# LoGo, supplement 3: L2, metrics [P]; its grid: BYOL's, SimCLR's [I]
+LBFGS = dict(batch_size=256, strengths=[10 ** (i / 4) for i in range(-24, 21)], holdout=0.1, metric="top1")
 MOCO = dict(  # JCL, 4.2 [P]. CLIM, 4.1: learning rate and milestones [P], the rest as MoCo [I]
     epochs=100, batch_size=256, lr=30.0, milestones=[0.6, 0.8], min_lr=0.0, warmup=0.0, warmup_lr=0.0,
     optimizer="sgd", nesterov=False, weight_decay=0.0, crop_scale=[0.08, 1.0],  # [C]
@@ -166,7 +165,7 @@ def parse_args(argv=None):
 
 def complete(args, info):
     """Return a copy of args with the protocol, the dataset, the recipe's values for what is not set, and an --out."""
-    given, args = vars(args), argparse.Namespace(**vars(args))
+    given, args = vars(args), argparse.Namespace(**vars(args))  # the command line, and a copy that is completed
     if args.protocol is None:
         tuning = "patchmix" if common.is_vit(info["timm_name"]) else "clim"
         args.protocol = tuning if args.finetune else "probe"
@@ -322,7 +321,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
     std = std.masked_fill(std <= 1e-6 * mean.abs(), math.inf)
     x, test_x = affine(x, mean, std), affine(test_x, mean, std)
 
-    def fit(rows, lrs):  # with all learning rates at once
+    def fit(rows, lrs):  # with all learning rates at once: one weight (d + 1, num_classes) for each
         weight = x.new_zeros(x.shape[1], len(lrs), num_classes).requires_grad_()
         lr = x.new_tensor(lrs)
         optimizer = torch.optim.SGD([weight], momentum=0.9)
