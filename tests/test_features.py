@@ -145,4 +145,3 @@ def test_what_is_known_of_an_encoder():
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
     assert common.backbone_info("resnet10t", 32)["stem"] == "timm"  # its own has three convolutions
-    assert [common.backbone_info(arch, 32, 4)["arch"] for arch in common.ARCHS] == [*common.ARCHS]

@@ -132,12 +132,6 @@ def test_what_does_not_fit_is_refused(what, tmp_path, capsys):
     assert "pass --arch" in refused(capsys, common.load_backbone, tmp_path / "file.pth")
 
 
-def test_an_encoder_of_one_parameter(tmp_path, capsys):
-    torch.save({"a.weight": torch.ones(1)}, tmp_path / "file.pth")
-    encoder = torch.nn.Linear(2, 2, bias=False)
-    assert "the prefixes 'a.'" in refused(capsys, common.load_weights, encoder, tmp_path / "file.pth")
-
-
 def test_files_that_are_no_checkpoints_are_refused(tmp_path, capsys):
     """The line says how they begin, and never how to load them without safety."""
     assert "Is a directory" in refused(capsys, read, tmp_path, **RESNET)
