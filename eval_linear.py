@@ -207,11 +207,11 @@ def open_data(args, info, train=None, test=None):
     folders = {path.name for path in Path(root).iterdir()} if may_choose and root else set()
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
         labeled = common.load_split(info["dataset"], root, ["test"], train=False)
-        if labeled.classes not in ([], test.classes):
-            raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct it")
-        if labeled.classes:  # ImageNet's test/ has none
+        if labeled.classes == test.classes:
             val, test = test, labeled
             common.log(f"val/ chooses --strengths, and test/ is evaluated: {common.describe(test)}")
+        elif labeled.classes:  # ImageNet's test/ has none
+            raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct it")
     if args.label_files:
         rows = listed_rows([path for path, _ in getattr(train, "samples", ())], args.label_files)
     elif args.label_fraction not in (None, 1):
