@@ -184,8 +184,8 @@ def complete(args, info):
         if path.stem.startswith("epoch-"):  # one of --keep-every
             source += f"-{path.stem}"
         words = [args.method, args.protocol, args.dataset or "own", source, f"s{args.seed}"]
-        names = *values, "amp", "prefix", "data_dir", "encoder", "label_fraction", "label_files"
-        for name in (*names, "image_size", "patch_size", "num_heads", "norm"):
+        others = "amp prefix data_dir encoder label_fraction label_files image_size patch_size num_heads norm"
+        for name in [*values, *others.split()]:
             if given.get(name) not in (None, "auto") and name != "resume":
                 words.append(name + Path(common.format_value(given[name])).name)
         args.out = common.run_folder(words)
