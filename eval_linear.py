@@ -377,9 +377,8 @@ def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=
         return loss
 
     optimizer.step(closure)
-    closure()
-    left = weight.grad.abs().max().item()
-    if left > tolerance:
+    closure()  # for the gradient in the end
+    if (left := weight.grad.abs().max().item()) > tolerance:
         common.log(f"warning: L-BFGS has not converged for strength {strength:.3g}: gradient {left:.1e}")
     v = weight.detach()
     return torch.cat([basis @ (scale * v[:-1]), v[-1:]])
