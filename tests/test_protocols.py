@@ -287,6 +287,8 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     assert "on 4 images" in said and "all 8 " in said and "test/ is evaluated: 18 " in said
     data, info = shutil.copytree(places["DATA"], tmp_path / "data"), common.load_backbone(places["VIT"])[1]
     args = eval_linear.parse_args([*map(str, flags), "--dataset", "folder", "--data-dir", str(data)])
+    everything = eval_linear.parse_args([*map(str, flags), "--label-fraction", "1"])
+    assert eval_linear.open_data(everything, info)[1] is not None  # val/ chooses, as without the flag
     (data / "test" / "a").rename(tmp_path / "a")
     assert "classes of test/" in refused(capsys, eval_linear.open_data, args, info)
     for test in (tmp_path / "a", data / "val"):  # images without classes, as ImageNet's; no other than test/
@@ -365,7 +367,8 @@ def test_another_evaluation_is_refused(places, tmp_path, capsys):
     assert "test_images was" in refused(capsys, run, vit, *flags, train=train, test=b)
     assert "checkpoint was" in refused(capsys, run, places["RESNET"], *flags, train=train, test=a)
     assert "a run of finetune" in refused(capsys, run, vit, "--finetune", *flags[2:], train=train, test=a)
-    assert "peak" in refused(capsys, run, vit, "--finetune", "--lr", 1e-9, train=train, test=a)
+    assert "peak" in refused(capsys, run, vit, "--finetune", "--lr", 2e-6, train=train, test=a)
+    assert completed(places, "--finetune", "--lr", 5e-6).min_lr == 1e-5  # the peak for 1,024 images is 2e-5
 
 
 def test_augmentation_of_training_images():
