@@ -147,13 +147,14 @@ def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
     assert found > 300  # the rest is padding, and dates of files
 
 
-def test_resume_begins_another_folder(straight, tmp_path):
-    """With --resume FILE: the same weights and records. The same command again resumes in --out."""
+def test_resume_begins_another_folder(straight, tmp_path, capsys):
+    """With --resume FILE: the same weights and records. The same command again resumes in --out, not in FILE's run."""
     source = straight(f"jcl {NANO} --keep-every 1")
     before, words = contents(source), [*JCL, "--resume", source / "epoch-0001.pt", "--out", tmp_path]
     for moment, epochs in (("step 2", None), ("step 6", 2), ("", 3)):
         life("jcl", words, moment)
         assert epochs_of(tmp_path) == epochs
+    assert "epoch-0001.pt" in refused(capsys, tiny.play, "jcl", [*words[:-1], source])
     assert contents(source) == before
     assert_same_run(straight(), tmp_path)
 
