@@ -1,4 +1,4 @@
-"""Shared by the method files and the evaluations. Nothing in it trains.
+"""Code that the methods and the evaluations share. Nothing here trains.
 
     1. data          open_data, load_dataset, ImageFiles, Views      5. processes  start, init_distributed, gather_rows
     2. augmentation  color_jitter, gaussian_blur, ..., of a batch    6. printing   log, Meter, log_epoch
@@ -71,7 +71,7 @@ SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE
 
 
 def to_rgb(image):
-    """Convert a PIL image to RGB. Raises ValueError if it is another type or has more than 8 bits per channel."""
+    """Convert a PIL image to RGB. Raises ValueError for other types and for more than 8 bits per channel."""
     if not isinstance(image, Image.Image):
         raise ValueError(f"expected a PIL image, not {type(image).__name__}")
     tile = getattr(image, "tile", None)  # how an opened file will be decoded, for example from "RGB;16B"
@@ -81,14 +81,14 @@ def to_rgb(image):
 
 
 def load_image(path):
-    """Load an RGB PIL image, with its EXIF orientation applied. Raises OSError, which names the file."""
+    """Load an RGB PIL image, with its EXIF orientation applied. Raises an OSError that names the file."""
     try:
         with Image.open(path) as file:
             image = to_rgb(file).copy()  # decodes it
-        with contextlib.suppress(Exception):  # its EXIF data are damaged
+        with contextlib.suppress(Exception):  # damaged EXIF data
             ImageOps.exif_transpose(image, in_place=True)
         return image
-    except Exception as error:  # Pillow raises many kinds
+    except Exception as error:  # Pillow raises many types
         raise OSError(f"cannot read the image {path}: {error} (tests/tools/check_images.py lists all)") from error
 
 
@@ -168,7 +168,7 @@ def visible(folder):
 
 
 def list_files(folder, parents=()):
-    """Yield the sorted paths of the files below a folder that are not hidden. parents: real paths above it."""
+    """Yield the sorted paths of the non-hidden files below a folder. parents: real paths of the folders above it."""
     parents = {*parents, os.path.realpath(folder)}
     for entry in visible(folder):
         if entry.is_file():
@@ -238,15 +238,15 @@ def load_split(name, root, folders, train):
         with contextlib.suppress(OSError):  # what is not read may be unreadable
             files = os.listdir(os.path.join(root, other))
             if any(os.path.splitext(file)[1].lower() in EXTENSIONS for file in files):
-                raise UsageError(f"{root} has images in {other}/ beside train/, which would not be read")
+                raise UsageError(f"{root} has images in {other}/ next to train/, which would not be read")
     names = list_images(root, part)
     found = {file.split(os.sep)[1] for file in names}  # the second of PART/CLASS/FILE, or of PART/FILE
     classes = [entry.name for entry in visible(os.path.join(root, part)) if entry.is_dir()]
     if classes and (wrong := sorted(found ^ {*classes})):
-        raise UsageError(f"{root}/{part}/{wrong[0]} is a class folder without images, or an image beside class folders")
+        raise UsageError(f"{root}/{part}/{wrong[0]} is a class folder without images, or an image in no class folder")
     if name == "imagenet100" and classes:
         if missing := sorted({*IMAGENET100} - {*classes}):
-            raise UsageError(f"{root}/{part} has no {missing[0]} of ImageNet-100; for others pass --dataset imagenet")
+            raise UsageError(f"{root}/{part} has no {missing[0]} of ImageNet-100; for others, pass --dataset imagenet")
         classes = IMAGENET100
         names = [file for file in names if file.split(os.sep)[1] in classes]
     label = {folder: i for i, folder in enumerate(classes)}
@@ -282,7 +282,7 @@ def load_torchvision(name, root, files, train):
 
 
 def open_data(name, root=None, image_size=32, train=None, test=None):
-    """Load the images of a training: (training images, test images for the kNN monitor, or None).
+    """Load the images of a run: (training images, test images for the kNN monitor, or None).
 
     name, root, image_size: see `load_dataset`. train, test: datasets to use instead. If only `train` is given, there
     are no test images. There is no kNN monitor unless both have labels of the same classes.
@@ -292,7 +292,7 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
         test = load_dataset(name, root, False, image_size) if test is None else test
     problem = "there are no test images" if test is None else compare_classes(train, test)
     if problem:
-        log(f"no kNN in this training: {problem}")
+        log(f"no kNN during training: {problem}")
     return train, None if problem else test
 
 
@@ -306,7 +306,7 @@ def compare_classes(train, test):
     return f"training and test images need labels of the same classes, at least two, in the same order ({what})"
 
 
-PATTERNS = {  # ten kinds; u, v: rotated coordinates in radians; r, t: radius and angle around a point, also in radians
+PATTERNS = {  # ten classes; u, v: rotated coordinates; r, t: radius and angle around a point; all in radians
     "stripes": lambda u, v, r, t: np.tanh(np.sin(u) / 0.15),
     "checks": lambda u, v, r, t: np.tanh(np.sin(u) / 0.15) * np.tanh(np.sin(v) / 0.15),
     "dots": lambda u, v, r, t: np.tanh((np.cos(u) + np.cos(v) - 0.7) / 0.2),
@@ -326,7 +326,7 @@ PATTERNS = {  # ten kinds; u, v: rotated coordinates in radians; r, t: radius an
 
 
 def draw_patterns(pattern, n, size, rng):
-    """Draw n images of a kind of PATTERNS: (n, size, size, 3) uint8. rng: numpy's random generator."""
+    """Draw n images of a class of PATTERNS: (n, size, size, 3) uint8. rng: numpy's random generator."""
     x0 = (np.arange(size, dtype=np.float32) + 0.5) / size - 0.5
     y0 = x0[:, None]
     angle, p1, p2, w1, w2, w3, w4, light = 2 * np.pi * rng.random((8, n, 1, 1), np.float32)
@@ -339,7 +339,7 @@ def draw_patterns(pattern, n, size, rng):
     dx, dy = x - offset / 2 * np.cos(p1), y - offset / 2 * np.sin(p1)
     r, t = 2 * np.pi * cycles * np.hypot(dx, dy) + p2, np.round(1.6 * cycles) * np.arctan2(dy, dx) + p2
     value = pattern(u, v, r, t)[..., None]
-    value -= value.mean((1, 2, 3), keepdims=True)  # no kind is brighter than another
+    value -= value.mean((1, 2, 3), keepdims=True)  # no class is brighter than another
     value *= rng.choice(np.float32([-1, 1]), (n, 1, 1, 1))
     shade = 0.3 * rng.standard_normal((n, 1, 1), np.float32) * (np.cos(light) * x0 + np.sin(light) * y0)
     colors = 0.5 + 0.03 * rng.standard_normal((2, n, 1, 1, 3), np.float32)
@@ -350,7 +350,7 @@ def draw_patterns(pattern, n, size, rng):
 
 
 class Patterns(Dataset):
-    """Synthetic images of ten kinds. Neither color nor single pixels tell the kind: an encoder has to learn shapes."""
+    """Synthetic images of ten classes. Neither color nor single pixels reveal the class: shapes have to be learned."""
 
     classes = list(PATTERNS)
 
@@ -384,7 +384,7 @@ class Views(Dataset):
 
     def __getitem__(self, index):
         image, label = self.images[index]
-        image = to_rgb(image)  # first, because Pillow resizes images with a palette or alpha in another way
+        image = to_rgb(image)  # first, because Pillow resizes images with a palette or alpha differently
         views = []
         for transform in self.transforms:
             view = transform(image)
@@ -398,7 +398,7 @@ def to_tensor(image):
 
 
 def loader_options(workers, device):
-    """Return the arguments of a DataLoader that depend on the machine, {name: value}."""
+    """Return the DataLoader arguments that depend on the machine, {name: value}."""
     # Forked workers share the dataset. Python 3.14's default would copy it into each
     context = "fork" if workers and sys.platform == "linux" else None
     return dict(num_workers=workers, multiprocessing_context=context, pin_memory=device.type == "cuda")

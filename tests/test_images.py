@@ -173,7 +173,7 @@ def test_there_is_no_knn_without_test_images_of_the_same_classes(parts, tmp_path
     """A line says so. For an evaluation it is an error."""
     root = write_tree(tmp_path, parts.split() or ["x", "y"])
     assert common.open_data("folder", root)[1] is None
-    assert "no kNN in this training" in capsys.readouterr().out
+    assert "no kNN during training" in capsys.readouterr().out
     with pytest.raises(common.UsageError, match=r"same classes.* not in both: \["):
         common.open_evaluation_data("folder", root, dict(image_size=32))
 
@@ -218,7 +218,7 @@ def test_imagenet100(tmp_path):
 
 
 LAYOUTS = [  # --dataset, folders with two images each, folders without, links, what the message names
-    ("folder", "train train/a train/b", "", "", "DIR/train/0.png is .* beside class folders"),
+    ("folder", "train train/a train/b", "", "", "DIR/train/0.png is .* in no class folder"),
     ("folder", "train/a train/b", "train/c", "", "DIR/train/c is a class folder without images"),
     ("folder", "train/a train/b", "val/a", "", "no images in DIR/val"),
     ("folder", "", "x", "", "no images in DIR"),
