@@ -460,14 +460,14 @@ def adjust_saturation(x, factor):
 
 
 def adjust_hue(x, factor):
-    """Rotate the hue of each image by its factor, in turns from -0.5 to 0.5. Value and saturation stay as they are."""
+    """Rotate the hue of each image by its factor, in turns from -0.5 to 0.5. Value and saturation do not change."""
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
     sixths = torch.where(value == g, 2 * chroma + b - r, 4 * chroma + r - g)
     sixths = torch.where(value == r, g - b, sixths) / chroma.clamp_min(1e-8)
     # A channel is value - chroma * clamp(min(k, 4 - k), 0, 1), where k = (offset + sixths of a turn) mod 6
-    offsets = torch.tensor([5.0, 3.0, 1.0], dtype=x.dtype).view(1, 3, 1, 1) + 6  # + 6: not negative
+    offsets = torch.tensor([5.0, 3.0, 1.0], dtype=x.dtype).view(1, 3, 1, 1) + 6  # + 6: non-negative
     k = (sixths / 6 + factor + (offsets / 6).to(x.device, non_blocking=True)).frac_().mul_(6)
     return value - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
 
@@ -479,7 +479,7 @@ def grayscale(x, p):
 
 
 def solarize(x, p, threshold=0.5):
-    """Invert the values of each image that are at or above a threshold, with probability p."""
+    """Invert the values at or above a threshold in each image, with probability p."""
     changes = (torch.rand(len(x), 1, 1, 1) < p).to(x.device, non_blocking=True)
     return torch.where(changes & (x >= threshold), 1 - x, x)
 
@@ -491,7 +491,7 @@ def horizontal_flip(x, p=0.5):
 
 
 def gaussian_blur(x, sigma, p=1.0):
-    """Blur each image (n, C, H, W) with probability p by a Gaussian kernel, cut off at 4 times the largest sigma.
+    """Blur each image (n, C, H, W) with probability p by a Gaussian kernel, which ends at 4 times the largest sigma.
 
     sigma: in pixels, above 0; a range (low, high) to draw it from, or a tensor (n,) on the CPU. p: a number, or such a
     tensor; an image whose p is 0 needs no sigma. Borders are mirrored.
@@ -513,17 +513,17 @@ def gaussian_blur(x, sigma, p=1.0):
 def normalize(x, mean, std):
     """Subtract the mean and divide by the standard deviation, three numbers each."""
     mean, std = torch.tensor([mean, std], dtype=x.dtype).view(2, 3, 1, 1).to(x.device, non_blocking=True)
-    return (x - mean) / std  # avoids the host synchronization of torchvision's
+    return (x - mean) / std  # torchvision's synchronizes with the host
 
 
 def save_views(path, views, names, norm):
-    """Write a picture with twelve images of each view in a row. views: list of (n, 3, H, W), normalized by `norm`."""
+    """Write a picture with a row of twelve images per view. views: list of (n, 3, H, W), normalized by `norm`."""
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in NORMS[norm])
     side = max(96, *(view.shape[-1] for view in views))
     rows = [F.interpolate(view[:12].float().cpu() * std + mean, side) for view in views]
     grid = torchvision.utils.make_grid(torch.cat(rows), nrow=len(rows[0]), pad_value=1.0)
     write_file(path, lambda file: torchvision.utils.save_image(grid, file, "PNG"))
-    log(f"{path}: rows are {', '.join(names)}")
+    log(f"{path}: the rows are {', '.join(names)}")
 
 
 # ================================================================== 3. encoders
