@@ -551,10 +551,10 @@ def is_vit(arch):
 
 
 def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolation="bilinear", **kwargs):
-    """Return the metadata that rebuilds an encoder, a dict that backbone.pt holds: arguments of timm, and its images.
+    """Return the metadata to rebuild an encoder, as stored in backbone.pt: timm's arguments, and its image format.
 
     arch: a name in ARCHS, or any timm model. norm: a name in NORMS. kwargs: further arguments of timm.create_model,
-    such as num_heads. Plain ResNets have a 3 x 3 stem for images of up to 64 px (of stride 2 in resnet_mini), except
+    such as num_heads. Plain ResNets have a 3 x 3 stem for images of up to 64 px (with stride 2 in resnet_mini), except
     for resnet_micro. Raises UsageError if timm does not have the model, or if the patches do not fit.
     """
     name, changes = ARCHS.get(arch, (arch, {}))
@@ -608,7 +608,7 @@ def feature_width(backbone, *sizes):
     for size in sizes:
         try:
             features = backbone(torch.zeros(1, 3, size, size))
-        except Exception as error:  # each encoder has its own
+        except Exception as error:  # each encoder raises its own
             reason = (str(error) or repr(error)).splitlines()[0]
             raise UsageError(f"the encoder does not take images of {size} px: {reason}") from error
         if getattr(features, "ndim", None) != 2 or width not in (None, features.shape[1]):
@@ -619,13 +619,13 @@ def feature_width(backbone, *sizes):
 
 
 def load_checkpoint(path):
-    """Load a checkpoint of tensors and plain data to the CPU. Raises UsageError if that fails."""
+    """Load a checkpoint of tensors and plain data onto the CPU. Raises UsageError if that fails."""
     try:
         with open(path, "rb") as file:
-            start = file.read(40)  # it tells an HTML page, a Git LFS pointer and an empty file
+            start = file.read(40)  # it reveals an HTML page, a Git LFS pointer or an empty file
         if str(path).endswith(".safetensors"):
             return timm.models.load_state_dict(path)
-        if zipfile.is_zipfile(path):  # torch does not compare the checksums of its archives
+        if zipfile.is_zipfile(path):  # torch does not verify the checksums of its archives
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist()):  # a folder
                     raise zipfile.BadZipFile
@@ -633,10 +633,10 @@ def load_checkpoint(path):
             state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except Exception as error:  # damaged files raise many kinds
-        reason = f"it is cut off, damaged, or not a file of torch.save or safetensors; it begins with {start!r}"
+    except Exception as error:  # damaged files raise many types
+        reason = f"it is truncated, damaged, or not a torch.save or safetensors file; it begins with {start!r}"
         if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
-            reason = f"it holds objects of {found[1]}, which would run code: save its state_dict alone"
+            reason = f"it holds objects of {found[1]}, which would run code: save only its state_dict"
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error
     if not isinstance(state, dict):
         raise UsageError(f"cannot load {path} as a checkpoint: it is a {type(state).__name__}, not a state_dict")
@@ -669,7 +669,7 @@ def load_backbone(path, encoder=None):
 
 
 def encoder_weights(model_state, encoder):
-    """Return the state_dict of the encoder, "momentum" or else the query encoder, in a model's state_dict."""
+    """Return the weights of the momentum encoder, if `encoder` is "momentum", or the query encoder of a model."""
     prefix = "momentum_backbone." if encoder == "momentum" else "backbone."
     return {k.removeprefix(prefix): x.cpu().contiguous() for k, x in model_state.items() if k.startswith(prefix)}
 
