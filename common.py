@@ -738,7 +738,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """
     rows = local_rows(torch.arange(len(images))).tolist()
     crop = functools.partial(center_crop, size=info["image_size"], interpolation=info["interpolation"])
-    crops = torch.utils.data.Subset(Views(images, [crop]), rows or [0])  # an empty shard encodes one for the width
+    crops = torch.utils.data.Subset(Views(images, [crop]), rows or [0])  # an empty shard encodes an image for the width
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
     features, encoder = None, copy.deepcopy(encoder).eval()
     for i, ((batch,), _) in enumerate(loader):
@@ -833,9 +833,9 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     """Load the images of an evaluation, (training images, test images), and log what is evaluated.
 
     name: see `load_dataset`; if None, the dataset that the encoder was trained on. train, test: datasets to use
-    instead. info: see `backbone_info`; its name, folder and fingerprint are set in it. check: require labels of the
-    same classes in both, and drop the images without a label. Raises UsageError if that is not so, or if the images are
-    not those that the encoder was trained on.
+    instead. info: see `backbone_info`; the dataset's name, folder and fingerprint are set. check: require labels of the
+    same classes in both, and drop the images without a label. Raises UsageError if the classes differ, or if `name` is
+    None and the images are not those that the encoder was trained on.
     """
     own = name is None and train is None
     if own:
@@ -847,7 +847,7 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
         test = load_dataset(name, root, False, info["image_size"]) if test is None else test
     images = fingerprint(train)
     if own and images != info["images"]:
-        raise UsageError(f"the encoder was trained on other images; for these pass --dataset {name} --data-dir DIR")
+        raise UsageError(f"the encoder was trained on other images; to use these, pass --dataset {name} --data-dir DIR")
     info |= dict(dataset=name, data_dir=root, images=images)
     if check:
         if problem := compare_classes(train, test or []):
