@@ -871,17 +871,17 @@ def baselines(info, seed, images):
 
 
 def log_demo(args, command):
-    """If a training is the demo, print how to train on real data. command: the paper's, a script and its flags."""
+    """If this run is the demo, print how to train on real data. command: script and flags of the paper's run."""
     is_demo = command and args.dataset == "patterns" and not args.show_views
     if is_demo and os.environ.get("RANK", "0") == "0":
         log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
         what = "learning rate, patch size, heads" if is_vit(args.arch) else "learning rate, image size"
-        log(f"Its {what} and other values are not the paper's.")
+        log(f"The demo's {what} and other values are not the paper's.")
         log(f"At full scale: torchrun --nproc_per_node=8 {command}")
 
 
 def start(main, parse_args, paper=None):
-    """Run main(parse_args()). UsageErrors and divergence: a line, exit status 2. Ctrl-C: 130. paper: see `log_demo`."""
+    """Run main(parse_args()). A mistake or divergence exits with one line and status 2, Ctrl-C with 130."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
@@ -889,12 +889,12 @@ def start(main, parse_args, paper=None):
     try:
         args = parse_args()
         if getattr(args, "dataset", None) == "patterns":
-            torch.set_num_threads(1)  # the demo is as fast beside other programs, and has the same digits on any cores
+            torch.set_num_threads(1)  # the demo is as fast on a busy machine, and has the same digits on any cores
         log_demo(args, paper)
         main(args)
         log_demo(args, paper)
     except KeyboardInterrupt:
-        log("interrupted: the same command resumes a training after its last saved epoch")
+        log("interrupted: the same command resumes a training run after its last saved epoch")
         raise SystemExit(130) from None
     except (UsageError, FloatingPointError) as error:
         progress("")  # clear it
