@@ -1013,7 +1013,7 @@ class Meter:
         values = torch.stack(all_gather_object(values)).mean(0).tolist()
         averages = dict(zip(self.sums, values, strict=True))
         if bad := [name for name, value in averages.items() if not math.isfinite(value)]:
-            keep = ", a new --out, and --resume to keep the epochs before" if self.epoch else ""
+            keep = ", a new --out, and --resume to keep the earlier epochs" if self.epoch else ""
             raise FloatingPointError(f"{', '.join(bad)} not finite in epoch {self.epoch + 1}: pass a lower --lr{keep}")
         return averages | dict(images_per_s=self.batch_size * self.count / (time.perf_counter() - self.began))
 
@@ -1026,16 +1026,16 @@ def log_values(title, values):
 
 
 def log_epoch(title, records, names=()):
-    """Print the scores and the named figures of the last record, and once a warning if `std` stays below 0.1.
+    """Print the scores and the named values of the last record, and warn once if `std` stays below 0.1.
 
-    names: of the figures; none after a run's last epoch, whose record was printed before.
+    names: of the values; empty when a run has finished, whose last record was printed before.
     """
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     is_low = [record.get("std", 1) < 0.1 for record in records[-4:]]
-    if names and is_low in ([True] * 3, [False] + [True] * 3):  # for exactly three epochs, so that it is said once
+    if names and is_low in ([True] * 3, [False] + [True] * 3):  # for exactly three epochs, so that it warns once
         log("warning: std has been below 0.1 for three epochs: all embeddings are nearly equal. If it does not rise,")
-        log("it is a collapse: try --warmup, or look at --lr (too high?), --temperature, --queue and --momentum")
+        log("this is a collapse: try --warmup, or check --lr (too high?), --temperature, --queue and --momentum")
 
 
 def format_value(value):
