@@ -1084,7 +1084,7 @@ NOT_IN_CONFIG = ("data_dir", "out", "resume", "keep_every", "knn_every", "device
 
 
 def add_shared_arguments(parser, add):
-    """Add the arguments shared by all scripts, and set the form of --help. add: `add_argument` of a group."""
+    """Add the arguments shared by all scripts, and set the format of --help. add: `add_argument` of a group."""
     parser.allow_abbrev, parser.formatter_class = False, argparse.ArgumentDefaultsHelpFormatter
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
     workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if torch.cuda.is_available() else 0
@@ -1105,7 +1105,7 @@ def add_evaluation_arguments(parser):
     add = parser.add_argument_group("what is evaluated").add_argument
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
     add("--dataset", choices=DATASETS, help="if None, the dataset that the encoder was trained on")
-    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder of the dataset; if None, that of the training")
+    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder of the dataset; if None, that used in training")
     add("--encoder", choices=("query", "momentum"), help="if None, the encoder that the paper evaluates")
     add("--no-baselines", action="store_true", help="do not evaluate raw pixels and the untrained encoder")
     add_shared_arguments(parser, add)
@@ -1115,14 +1115,14 @@ def add_evaluation_arguments(parser):
     add("--image-size", type=positive_int, metavar="N", help="image size; if None, 224")
     add("--patch-size", type=positive_int, metavar="N", help="patch size of a ViT; if None, 16")
     add("--num-heads", type=positive_int, metavar="N", help="attention heads of a ViT; if None, timm's")
-    add("--norm", choices=NORMS, help="dataset statistics used for normalization; if None, timm's of NAME.TAG")
+    add("--norm", choices=NORMS, help="normalization statistics; if None, imagenet, or timm's for an --arch NAME.TAG")
 
 
 def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     """Add the arguments shared by all training scripts, parse argv (if None, sys.argv), and return the arguments.
 
-    parser: has --arch, --image-size and --lr at least. recipe(args) returns the defaults, {name: value}, that the
-    chosen dataset, encoder and method have. The default of --out is named after the values that are not defaults. The
+    parser: has --arch, --image-size and --lr at least. recipe(args) returns the defaults, {name: value}, of the
+    chosen dataset, encoder and method. The default of --out is named after the values that are not defaults. The
     method is the parser's prog, a script's name. vit_only: names of the arguments that only a ViT takes.
     """
     parser.usage = "%(prog)s [options]"
@@ -1143,7 +1143,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     parser.set_defaults(**recipe(chosen))  # before --help shows them
-    parser.epilog = f"Defaults are those of --dataset {chosen.dataset}. With another --dataset, --help shows its own."
+    parser.epilog = f"Defaults are for --dataset {chosen.dataset}. Add --help to another --dataset to see its defaults."
     if "bn_groups" in chosen and is_vit(chosen.arch):
         parser.set_defaults(bn_groups=1)  # a ViT has no batch norm
     args = parser.parse_args(argv)
@@ -1185,7 +1185,7 @@ def refuse(parser, args, condition, names, why):
 
 
 def run_folder(words):
-    """Return a default for --out, which is made of words."""
+    """Return the default of --out, made of words."""
     name = re.sub(r"[^\w.-]+", ",", "-".join(words))
     return f"runs/{name if len(name) < 160 else name[:150] + hashlib.sha256(name.encode()).hexdigest()[:8]}"
 

@@ -41,7 +41,7 @@ def test_help_shows_the_defaults_of_a_dataset(method, module, dataset, capsys):
     text, args = " ".join(capsys.readouterr().out.split()), module.parse_args(["--dataset", dataset])
     assert stop.value.code == 0
     assert f"(default: {args.epochs})" in text and f"0: never (default: {args.knn_every})" in text
-    assert f"Defaults are those of --dataset {dataset}." in text
+    assert f"Defaults are for --dataset {dataset}." in text
 
 
 @pytest.mark.parametrize("dataset", common.DATASETS)
