@@ -1194,7 +1194,7 @@ def run_folder(words):
 
 
 def write_file(path, write):
-    """Write a file atomically on the first process, by write(file). Raises UsageError, and keeps the old file."""
+    """Write a file atomically on the first process, by write(file). If that fails, the old file stays: UsageError."""
     if rank_and_world()[0] > 0:
         return
     temporary = Path(f"{path}.{socket.gethostname()}.{os.getpid()}.tmp")
@@ -1214,11 +1214,11 @@ def write_file(path, write):
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
     files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
-    names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
+    names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed during its first save
     temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
     is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
     if "last.pt" not in files and not is_begun:
-        raise UsageError(f"--out {out} is not empty, and is not a run: {', '.join(files[:3])}")
+        raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
     for file in temporary:  # of a save that was killed
         os.unlink(os.path.join(out, file))
     if "last.pt" in files:
@@ -1234,7 +1234,7 @@ def open_run(args, train, state, derived):
     The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG and the images' fingerprint.
     state: {name: module, optimizer or tensor}, which are loaded in place. derived: further values to print. With
     --resume, a new run starts from the state of another one, except for tensors with a row per image. Raises UsageError
-    if the run in args.out has another configuration, or if the processes do not have the same one.
+    if the run in args.out has another configuration, or if the processes differ in theirs.
     """
     config = {k: x for k, x in vars(args).items() if k not in NOT_IN_CONFIG} | dict(images=fingerprint(train))
     config = json.loads(json.dumps(config, default=str))  # plain numbers and strings, which any checkpoint can hold
@@ -1270,7 +1270,7 @@ def load_run(path, args, config, state):
         what = f"{args.out} is a run with other values ({'; '.join(differences)})"
         raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
     if resumes_other and len(records) >= args.epochs:
-        raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs")
+        raise UsageError(f"{path} already has {len(records)} epochs: pass a larger --epochs")
     try:
         for name, part in state.items():
             if isinstance(part, torch.optim.Optimizer):  # its buffers; the learning rate is this run's
@@ -1300,7 +1300,7 @@ def save_run(out, config, info, state, records, keep_every=0):
     """
     state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in state.items()}
     if not all(x.isfinite().all() for x in tensors_by_name(state).values()):
-        raise FloatingPointError(f"a weight is not finite, so {out} stays as it was: pass a lower --lr")
+        raise FloatingPointError(f"a weight is not finite, so nothing was written to {out}: pass a lower --lr")
     last = state | dict(config=config, records=records, processes=rank_and_world()[1])
     if info is not None:
         last["backbone"] = info
