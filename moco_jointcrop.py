@@ -443,7 +443,7 @@ def mlp(inputs, hidden, outputs):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
+    """The last `length` keys, (length, dim), first in, first out. It starts with random L2-normalized vectors."""
 
     def __init__(self, length, dim):
         super().__init__()
@@ -452,7 +452,7 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
+        """Replace the oldest keys with `keys` (n, dim), the same on every process. Call it after backward."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
         self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
@@ -622,8 +622,8 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    In training it returns torch.cat([norm(part) for part in x.chunk(groups)]), but by one call of F.batch_norm, which
-    takes all groups as channels: a loop gives a GPU many more operations. As in MoCo's notebook, running statistics are
+    In training it returns torch.cat([norm(part) for part in x.chunk(groups)]), but calls F.batch_norm once, with the
+    groups as channels: a loop would launch many more operations on a GPU. As in MoCo's notebook, running statistics are
     averages over the groups. Raises ValueError if the groups do not divide a batch.
     """
 
