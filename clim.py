@@ -71,7 +71,7 @@ def parse_args(argv=None):
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum (two: initial and final)")
+    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum (initial, final)")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")  # section 4.4; App. A: 1,200
@@ -340,7 +340,7 @@ def key_and_query(view):
 
 
 def augment(x, args, view):
-    """Flip and color crops as MoCo v2 does (App. A.1): uint8 -> normalized float (n, 3, S, S). View 0 is the key's."""
+    """Augment crops as MoCo v2 does (App. A.1): uint8 -> normalized float (n, 3, S, S). View 0 is the key's."""
     query_p, key_p = args.blur_p
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
@@ -509,7 +509,7 @@ def main(args, train=None, test=None):
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
 
-    # Data: views of each image and of one of its positives, cropped here and colored in the loop
+    # Data: views of each image and of one of its positives, cropped here and augmented in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size[0], train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
     crop = v2.RandomResizedCrop(args.image_size[0], args.crop_scale)
@@ -553,7 +553,7 @@ def main(args, train=None, test=None):
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
     if args.selection in ("kmeans", "center"):
         derived |= dict(clusters=args.num_clusters or max(1, len(train) // 128))
-    config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
+    config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
     info |= dict(method="clim", encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -588,7 +588,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
-        # Saved before the kNN, too, because a test image that cannot be read must not cost the epoch
+        # Also saved before kNN, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
@@ -702,7 +702,7 @@ def convert_split_batchnorm(module, groups):
 # Eq. 5 is not computed: it defines the scale of a crop. Table 6: the other selections are made in the same epochs as
 # CLIM's, and also give ten positives per image (not in the paper). Tables 6, 8 and 9 take one image size, `--dataset
 # imagenet --image-size 224`, and the flags whose help names them. Table 7: `--image-size 224 96`, or `--local-crops 2`.
-# Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
+# Omitted: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def parse_args(argv=None):
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum (two: initial and final)")
+    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum (initial, final)")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
@@ -167,7 +167,7 @@ def info_nce(q, k, queue, temperature):
 
 
 def augment(x, args, view):
-    """Flip and color crops as MoCo v2 does (App. C): uint8 -> normalized float (n, 3, S, S). View 0 is the query's."""
+    """Augment crops as MoCo v2 does (App. C): uint8 -> normalized float (n, 3, S, S). View 0 is the query's."""
     query_p, key_p = args.blur_p
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
@@ -274,7 +274,7 @@ def main(args, train=None, test=None):
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
 
-    # Data: one query view and M' key views per image (Algorithm 1, line 4), cropped here and colored in the loop
+    # Data: one query view and M' key views per image (Algorithm 1, line 4), cropped here and augmented in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
     images = common.Views(train, [v2.RandomResizedCrop(args.image_size, args.crop_scale)] * (1 + args.num_keys))
@@ -302,7 +302,7 @@ def main(args, train=None, test=None):
     state = dict(model=model, optimizer=optimizer)
     derived = dict(negatives=negatives, loss_at_uniform_logits=math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
-    config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
+    config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
     info |= dict(method="jcl", encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -334,7 +334,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
-        # Saved before the kNN, too, because a test image that cannot be read must not cost the epoch
+        # Also saved before kNN, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
@@ -440,7 +440,7 @@ def convert_split_batchnorm(module, groups):
 # D6 The queue with --vanilla. Paper: not given. Here (not in the paper): the mean keys enter, too.
 # D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Not here: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.
+# Omitted: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def parse_args(argv=None):
     add("--layers", type=common.positive_int, default=3, help="SimSiam: layers of the projector")  # inference (D12)
     add("--hidden", type=common.positive_int, default=512, help="SimSiam: hidden size of predictor")  # erceguder/LoGo's
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum (two: initial and final)")
+    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum (initial, final)")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
@@ -272,7 +272,7 @@ def info_nce(q, k, queue, temperature):
 
 
 def augment(x, args, view):
-    """Flip and color crops as MoCo v2 does (D10): uint8 -> normalized float (n, 3, S, S). Views 2, 3 are local."""
+    """Augment crops as MoCo v2 does (D10): uint8 -> normalized float (n, 3, S, S). Views 2, 3 are local."""
     p1, p2 = args.blur_p
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
@@ -436,7 +436,7 @@ def main(args, train=None, test=None):
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
 
-    # Data: two global and two local views of each image, cropped here and colored in the loop
+    # Data: two global and two local views of each image, cropped here and augmented in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     simsiam = args.base == "simsiam"
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups or 1, "--bn-groups")  # per process
@@ -492,7 +492,7 @@ def main(args, train=None, test=None):
     state = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
     state |= dict(l2l_optimizer=l2l_optimizer, previous_norm=previous_norm)
     derived |= dict(peak_lr=peak_lr, lr_of_affinity=affinity_lr if args.l2l else None, bf16=amp)
-    config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
+    config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
     info |= dict(method="logo", encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -545,7 +545,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
-        # Saved before the kNN, too, because a test image that cannot be read must not cost the epoch
+        # Also saved before kNN, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
@@ -673,7 +673,7 @@ def convert_split_batchnorm(module, groups):
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
 # crops. In our runs (tests/results) it ranks all pairs of such batches correctly, but in mixed ones only 60 to 62 %.
-# Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after training on COCO (Table 7), and Fig. 2 (affinity).
+# Omitted: SwAV (supplement, Tables 4 and 5), the SVM on VOC after training on COCO (Table 7), and Fig. 2 (affinity).
 
 
 if __name__ == "__main__":

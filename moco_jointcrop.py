@@ -63,7 +63,7 @@ def parse_args(argv=None):
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (v3)")
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum (two: initial and final)")
+    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum (initial, final)")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
@@ -338,7 +338,7 @@ def draw_sigmas(args, joint_blur):
 
 
 def augment(x, args, view, sigma):
-    """Flip and color crops as MoCo v2 or v3 does: uint8 -> normalized float (n, 3, S, S). sigma: see `draw_sigmas`."""
+    """Augment crops as MoCo v2 or v3 does: uint8 -> normalized float (n, 3, S, S). sigma: see `draw_sigmas`."""
     v3 = args.moco == "v3"
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2 if v3 else 0.4, 0.1, p=0.8)
@@ -491,7 +491,7 @@ def main(args, train=None, test=None):
     torch.manual_seed(args.seed)
     v3 = args.moco == "v3"
 
-    # Data: the views of each image (Algorithm 1), cropped here and colored in the loop
+    # Data: the views of each image (Algorithm 1), cropped here and augmented in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups or 1, "--bn-groups")  # per process
     released = args.variant == "released"
@@ -535,7 +535,7 @@ def main(args, train=None, test=None):
     uniform = (4 * args.temperature if v3 else 1) * math.log(negatives + 1)  # v3's loss is two terms of 2 tau each
     derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(batch_norm_groups=1 if synchronize else groups * world, bf16=amp)
-    config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
+    config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
     info |= dict(method="moco_jointcrop", encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -569,7 +569,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr, momentum=m) | meter.averages() | common.embedding_health(q))
-        # Saved before the kNN, too, because a test image that cannot be read must not cost the epoch
+        # Also saved before kNN, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
@@ -690,7 +690,7 @@ def convert_split_batchnorm(module, groups):
 # (MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there). The second
 # parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. MoCo v1's views
 # and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets) are ContrastiveCrop's.
-# Not here: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines in JointCrop's
+# Omitted: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines in JointCrop's
 # docstring; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
 
 

@@ -247,7 +247,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 
 def augment(x, args, view):
-    """Flip and color crops as in Table 10: uint8 -> normalized float (n, 3, S, S). view: 0 and 1, then local crops."""
+    """Augment crops as in Table 10: uint8 -> normalized float (n, 3, S, S). view: 0 and 1, then local crops."""
     blur_p = [*args.blur_p, 0.5][min(view, 2)]  # of T_1, T_2 and local crops (D6)
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
@@ -403,7 +403,7 @@ def main(args, train=None, test=None):
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
 
-    # Data: two views and the local crops of each image (Algorithm 2, line 4), cropped here and colored in the loop
+    # Data: two views and the local crops of each image (Algorithm 2, line 4), cropped here and augmented in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     terms = chosen_terms(args)
     mixes = args.num_mix > 1 and set(terms) != {"oto"}
@@ -449,7 +449,7 @@ def main(args, train=None, test=None):
         weight += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
     derived = dict(loss_at_uniform_logits=weight * math.log(args.batch_size), peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(mix_slices=slices * world, batch_norm_groups=world if device.type == "cpu" else 1, bf16=amp)
-    config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
+    config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
     info |= dict(method="patchmix", encoder=args.key_encoder, dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -483,7 +483,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr, momentum=momentum) | meter.averages() | common.embedding_health(q))
-        # Saved before the kNN, too, because a test image that cannot be read must not cost the epoch
+        # Also saved before kNN, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.momentum_backbone, info, train, test, device, args.workers, amp)
@@ -525,7 +525,7 @@ def gather(x):
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # The baseline differs from MoCo v3: it has no factor 2 tau, no frozen patch projection and no fixed positions, but
 # PatchMix's heads of ViT-S and drop path. `--num-mix 1` alone counts L(q1, k2) twice, because mtm is then mto.
-# Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
+# Omitted: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
 
 if __name__ == "__main__":
