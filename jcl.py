@@ -1,12 +1,12 @@
 """JCL: Joint Contrastive Learning with Infinite Possibilities (Cai et al., NeurIPS 2020, arXiv 2009.14776).
 
 MoCo compares the embedding of one view of an image, the query, with that of another view, the key. JCL minimizes an
-upper bound on the expectation of MoCo's loss over all keys that augmentation could make of the image. The keys are
+upper bound on the expectation of MoCo's loss over all keys that augmentation could produce. The keys are
 assumed to be Gaussian, so the bound needs only their mean mu and covariance Sigma, which are estimated from M' keys.
 
 This changes MoCo's loss in two places. mu replaces the key. In the denominator, the positive logit grows by
-lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. So the loss is low where the keys of an
-image agree. In the bound lambda is 1; the paper sets it to 4. Gradients reach the query only.
+lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. So the loss is low when the keys of an
+image agree. In the bound, lambda is 1; the paper sets it to 4. Gradients reach only the query.
 
     Eq. 1-2          info_nce                 MoCo v2's loss
     Eq. 3            JCL.forward, --vanilla   its average over the keys
@@ -96,7 +96,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    # App. D: a learning rate of 0.1 for 128 images. It does not give queue and bn_groups, which are ImageNet's here
+    # App. D: a learning rate of 0.1 for 128 images. It gives no queue and bn_groups: here they are as for ImageNet
     imagenet100=dict(arch="resnet18", epochs=100, batch_size=128, lr=0.2),
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth of the images
