@@ -51,7 +51,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser("clim.py", description=__doc__.splitlines()[0])
 
     add = parser.add_argument_group("loss").add_argument
-    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
+    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: each key has half the loss (Table 6)")
     add("--alpha", type=common.positive_float, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
     add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
@@ -63,7 +63,7 @@ def parse_args(argv=None):
     add("--knn-k", type=common.positive_int, default=40, help="nearest neighbors, k (Table 8)")
     add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
     add("--refresh-every", type=common.positive_int, default=5, help="epochs between selections (App. A.2)")
-    add("--clim-start", type=common.nonnegative_int, default=5, help="epochs before positives")  # not in the paper
+    add("--clim-start", type=common.nonnegative_int, default=5, help="epochs without positives")  # not in the paper
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -320,7 +320,7 @@ class ImageAndPositive(common.Views):
     """Views of an image and, once there are positives, of one of them: items ((views, positive's views), label).
 
     images, transforms, positive_transforms: see common.Views. positives: (N, num_positives) int, the indices of each
-    image's positives; below 0 before they are selected. Loader workers start at each epoch, so they see its changes.
+    image's positives; below 0 before they are selected. Loader workers restart in each epoch, so they see changes.
     """
 
     def __init__(self, images, transforms, positive_transforms, positives):
@@ -474,7 +474,7 @@ def choose_positives(args, model, images, info, device):
     """Choose the positives of all images by --selection (Table 6): (N, num_positives) int64, the same on every process.
 
     The embeddings are the momentum encoder's, of center crops (not in the paper), in float32. Logs the time and, if all
-    images have labels, how many of the positives are of the image's class.
+    images have labels, how many of the positives have the image's class.
     """
     began = time.perf_counter()
     assignment = torch.zeros(len(images), dtype=torch.int64, device=device)  # random: all images are in one cluster
@@ -499,7 +499,7 @@ def choose_positives(args, model, images, info, device):
     labels = torch.as_tensor(getattr(images, "targets", ()))
     if len(labels) and labels.min() >= 0:
         of_class = (labels[:, None] == labels[table.cpu()]).double().mean()
-        text += f", {100 * of_class:.1f} % of them of the image's class"
+        text += f", {100 * of_class:.1f} % of them with the image's class"
     common.log(text)
     return table
 
