@@ -1,13 +1,13 @@
 """LoGo: Leverage Your Local and Global Representations (Zhang et al., CVPR 2022, arXiv 2203.17205).
 
 Large crops of an image look alike. Small crops often do not. LoGo, which is added to MoCo or SimSiam, pulls two global
-crops together (L_gg), and two local crops towards the global ones, which are constants there (L_lg). It pushes the two
+crops together (L_gg), and two local crops toward the global ones, which are held constant (L_lg). It pushes the two
 local crops apart (L_ll), as they show different parts of the image. Their similarity is learned: an affinity network is
 trained to score two local crops of one image above those of two images, and the encoder takes a small step to reduce
 the scores of its own pairs. By default this file follows the released code: the paper's form is ill-posed (D1).
 
-Inference: only the paper's supplement and the code for MoCo were available, so all that concerns SimSiam is inferred.
-Caution: the affinity can score its training pairs without comparing the crops. The end of this file says more on both.
+Inference: only the paper's supplement and the code for MoCo were available, so everything about SimSiam is inferred.
+Caution: the affinity can score its training pairs without comparing the crops. See the end of this file for both.
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     L_ll          local_dissimilarity
@@ -62,7 +62,7 @@ def parse_args(argv=None):
     add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, relative to the last gradient norm (D1)")
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
-    add("--affinity-lr", type=common.positive_float, help="its learning rate; if None, 1e-4 for linear, else peak_lr")
+    add("--affinity-lr", type=common.positive_float, help="learning rate; if None, 1e-4 for linear, else the peak")
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
     add("--queue", type=common.positive_int, default=4096, help="queue length; folder: a tenth of the images")
 
@@ -285,7 +285,7 @@ def augment(x, args, view):
 
 
 def compared_views(pairs="logo", local_crops=2, one_way=False):
-    """Return the pairs (i, j) of views where i is pulled to j: (list of L_gg's pairs, list of L_lg's pairs).
+    """Return the pairs (i, j) of views where i is pulled toward j: (list of L_gg's pairs, list of L_lg's pairs).
 
     Views 0 and 1 are global, 2 and 3 local. With pairs "all", L_gg has all pairs of the four views, and L_lg none.
     """
@@ -381,7 +381,7 @@ class SimSiam(nn.Module):
     def forward(self, views, local=None):
         """Return (loss, None, view 0's projections (n, dim), {name: metric}), see `MoCo.forward`; there are no keys.
 
-        The prediction of view i is pulled to the projection of view j, which is a constant.
+        The prediction of view i is pulled toward the projection of view j, which is a constant.
         """
         z = [self.project(view) for view in views[:2]] + (local or [self.project(view) for view in views[2:]])
         p = [self.predictor(x).to(x.dtype) for x in z]
