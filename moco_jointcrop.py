@@ -1,6 +1,6 @@
 """MoCo with JointCrop and JointBlur (arXiv 2412.16522, AAAI 2025), on MoCo v1, v2 and v3.
 
-Two random crops of an image mostly have similar areas, and such pairs are easy positives. JointCrop draws the ratio of
+Two random crops of an image usually have similar areas, and such pairs are easy positives. JointCrop draws the ratio of
 the two areas first, and then the areas, from the same range. beta sets the distribution of the ratio: beta > 0 prefers
 similar areas, beta = 0 makes its logarithm uniform, and beta < 0 prefers extreme ratios. JointBlur does the same with
 the sigmas of the two blurs: one view is sharp, the other is not. The rest is MoCo, with a queue (v1, v2) or without one
@@ -254,10 +254,10 @@ class JointCrop(v2.RandomResizedCrop):
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
     these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
     whole: if none of ten aspect ratios fits, take the whole image, not a center crop (D2). All ten have the same area
-    (torchvision redraws it), so none fits in 40 % of the crops of a 640 x 320 image with areas from 0.2.
+    (torchvision redraws it), so none fits in 40% of the crops of a 640 x 320 image with areas from 0.2.
 
-    The same without this class, with RandomResizedCrop of torchvision.transforms, and resized_crop and gaussian_blur of
-    torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:
+    This does the same without the class, with torchvision.transforms.RandomResizedCrop, and with resized_crop and
+    gaussian_blur from torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:
 
         areas = torch.cat(sample_joint(1, 0.2, 1.0, beta=0.0)).tolist()
         boxes = [RandomResizedCrop.get_params(image, scale=[area, area], ratio=[3 / 4, 4 / 3]) for area in areas]
