@@ -4,7 +4,7 @@ Contrastive learning treats any two images as unrelated, although many are simil
 relations are known: it cuts M images of a batch into patches, and combines patches of all M into one image, each at its
 original position. A ViT then learns that such a mixed image is similar to each of its sources, in equal shares.
 
-Queries are encoded by the encoder, keys by a momentum encoder. The negatives of a query are the other keys of the
+The encoder embeds queries, and a momentum encoder embeds keys. The negatives of a query are the other keys of the
 batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has queries of unmixed images.
 
     Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
@@ -20,7 +20,7 @@ batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has qu
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is MoCo v3, except for what the end of the file lists: `--num-mix 1 --terms oto,mto`.
+The baseline is `--num-mix 1 --terms oto,mto`. It is MoCo v3, except for what the end of the file lists.
     queries of both views                ->  queries of one view are of mixed images    (PatchMix.forward)
     L(q2, k1) + L(q1, k2)                ->  oto + mto + mtm, with mixed keys           (PatchMix.forward)
     InfoNCE with one positive per query  ->  M, or 2M - 1, positives with weights       (mix_targets, soft_info_nce)
@@ -58,7 +58,7 @@ def parse_args(argv=None):
     add("--num-mix", type=common.positive_int, help="images mixed into one, M (Table 6); 1: no mixing")
     add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch to mix within (D7)")
     add("--mixed-view", type=int, choices=(1, 2), default=1, help="view whose mixed images are the queries (D5)")
-    add("--terms", default="oto,mto,mtm", help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
+    add("--terms", default="oto,mto,mtm", help="terms of the loss, Eq. 16: any of oto,mto,mtm (Table 7)")
     add("--term-weights", type=common.nonnegative_float, nargs=3, default=[1.0, 1.0, 1.0], help="their weights (D1)")
     add("--local-crops", type=common.nonnegative_int, help="local crops per image, as queries of oto and mto (D6)")
     add("--smoothing", type=common.fraction, default=0.0, help="label smoothing of oto (D1)")
@@ -81,7 +81,7 @@ def parse_args(argv=None):
     add("--lr", type=common.positive_float, default=5e-4, help="peak learning rate per 256 images")  # for ViT-S
     add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="final learning rate per 256 images")  # 1e-6
     add("--warmup", type=common.nonnegative_float, default=10.0, help="linear warmup epochs, at most --epochs / 4")
-    add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="of AdamW: initial, final")
+    add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="AdamW's: initial, final")
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.05, 1.0], help="area range of RandomResizedCrop")
@@ -93,7 +93,7 @@ def parse_args(argv=None):
     args = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
     terms = chosen_terms(args)
     if not terms or not set(args.terms.split(",")) <= set(TERMS):
-        parser.error("--terms: give some of oto,mto,mtm, and --term-weights above 0")
+        parser.error("--terms: pass one or more of oto,mto,mtm, with --term-weights above 0")
     if args.local_crops and set(terms) == {"mtm"}:
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
     common.refuse(parser, args, set(terms) == {"oto"}, ["num_mix", "mix_slices"], "with --terms oto, without mixing")
