@@ -1,7 +1,7 @@
 """Evaluate an encoder by weighted k-nearest-neighbor classification of its frozen features.
 
 The k nearest training images vote for the class of a test image, each with the weight exp(cosine similarity /
-temperature), as in Wu et al. (arXiv 1805.01978). Raw pixels and the untrained encoder are evaluated alike.
+temperature), as in Wu et al. (arXiv 1805.01978). Raw pixels and the untrained encoder are evaluated, too.
 
     python eval_knn.py runs/patchmix-patterns-vit_micro-s0
     python eval_knn.py RUN/last.pt --encoder query --dataset cifar10 --data-dir DIR
@@ -35,7 +35,7 @@ def parse_args(argv=None):
     add("--dump", metavar="FILE.npz", help="write features, labels and paths for numpy.load, and exit")
     args = parser.parse_args(argv)
     if args.dump and os.path.exists(args.dump):
-        parser.error(f"--dump: {args.dump} exists")
+        parser.error(f"--dump: {args.dump} already exists")
     return args
 
 
@@ -51,7 +51,7 @@ def main(args, train=None, test=None):
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device))
     if args.dump:
-        info.pop("data_dir", None)  # what people publish has no paths of the training
+        info.pop("data_dir", None)  # features that people publish need no path of the training images
         arrays = dict(classes=np.array(getattr(train, "classes", []), str), protocol=json.dumps(info))
         for part, images in ("train", train), ("test", test):
             if images is not None:
@@ -63,7 +63,7 @@ def main(args, train=None, test=None):
         common.write_file(args.dump, lambda file: np.savez(file, **arrays))
         common.log(f"{args.dump}: features")
         return {}
-    common.log(f"{'kNN':10}votes exp(cosine similarity / {args.temperature})")
+    common.log(f"{'kNN':10}neighbors vote with weight exp(cosine similarity / {args.temperature})")
     options |= dict(k=args.k, temperature=args.temperature)
     encoders = {"encoder": encoder} | ({} if args.no_baselines else common.baselines(info, args.seed, len(train)))
     results = {}
