@@ -1,9 +1,9 @@
 """Evaluate an encoder with labels: train a linear classifier on its frozen features, or fine-tune all its layers.
 
 The default, `--protocol probe`, computes the features once, standardizes them, and trains linear classifiers on them
-with a grid of learning rates, all at once. The learning rate is chosen on a held-out tenth of the training
+for a grid of learning rates, all at once. The learning rate is chosen on a held-out tenth of the training
 images or, if that is less than 400, by cross-validation. The test images are used once. Raw pixels (of up to 200,000
-images, not by L-BFGS) and the untrained encoder are evaluated alike.
+images, not by L-BFGS) and the untrained encoder are evaluated, too.
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
     python eval_linear.py RUN --dataset cifar100 --data-dir DIR                # transfer
@@ -12,7 +12,7 @@ images, not by L-BFGS) and the untrained encoder are evaluated alike.
     python eval_linear.py FILE --arch resnet50 --prefix module.encoder_q. --dataset imagenet --data-dir DIR
 
 The papers' own protocols train on random crops of the images, on any number of processes. They evaluate no baselines.
-The same command resumes a training that was stopped. The scores are those of the last epoch, not of the best one.
+The same command resumes an interrupted run. The scores are those of the last epoch, not of the best one.
     --protocol moco              MoCo's. JointCrop's App. F and Table 11 (on MoCo v1)
     --protocol jointcrop         MoCo v3's. JointCrop's released code: MoCo v3 on ImageNet-1k
     --protocol jointcrop-small   ContrastiveCrop's. JointCrop on small images
@@ -121,11 +121,11 @@ def parse_args(argv=None):
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=some, metavar="X", help="fraction of the labels, balanced; fewer if a class is small")
+    add("--label-fraction", type=some, metavar="X", help="balanced fraction of the labels; fewer if a class is small")
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
-    add = parser.add_argument_group("training (defaults: the protocol's, printed at its start)", **unset).add_argument
+    add = parser.add_argument_group("training (defaults: the protocol's, printed at the start)", **unset).add_argument
     add("--epochs", type=common.positive_int, help="number of epochs")
     add("--batch-size", type=common.positive_int, help="global batch size")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
@@ -355,10 +355,10 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
 def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=1e-6):  # iterations: LoGo's [P]
     """Fit a multinomial logistic regression with an L2 penalty by L-BFGS: weights (d + 1, num_classes).
 
-    They are W and, as their last row, the bias b, which minimize sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2.
+    These are W and, in the last row, the bias b, which minimize sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2.
     x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn, but 2 / C for two classes, where scikit-learn
     penalizes one weight vector, the difference of the two here. tolerance: a warning is logged if an entry of the
-    gradient is above it in the end: that of the sum divided by n, with respect to b and the whitened weights V below.
+    final gradient exceeds it: that of the sum divided by n, with respect to b and the whitened weights V below.
     """
     # L-BFGS finds V, with W = P V, where P whitens the features as far as the penalty allows: fewer iterations
     values, basis = torch.linalg.eigh(x.T @ x / len(x))
@@ -452,7 +452,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         where = "held out" if held else "of the fitted images"
         common.log(f"{name:>10}  {text}  ({flag} {chosen:.3g}, {grid[chosen]:.2f} % {where})")
         if name == "encoder" and len(grid) > 1 and chosen in (min(grid), max(grid)):
-            common.log(f"warning: the best of {flag} is at the edge of its grid: widen it")
+            common.log(f"warning: the best of {flag} is at the edge of the grid: widen it")
     return common.all_gather_object(results)[0]
 
 

@@ -254,7 +254,7 @@ class JointCrop(v2.RandomResizedCrop):
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
     these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
     whole: if none of ten aspect ratios fits, take the whole image, not a center crop (D2). All ten have the same area
-    (torchvision redraws it), so none fits in 40% of the crops of a 640 x 320 image with areas from 0.2.
+    (torchvision redraws it), so none fits for 40% of the crops of a 640 x 320 image with areas from 0.2.
 
     This does the same without the class, with torchvision.transforms.RandomResizedCrop, and with resized_crop and
     gaussian_blur from torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:
