@@ -499,7 +499,7 @@ def choose_positives(args, model, images, info, device):
     labels = torch.as_tensor(getattr(images, "targets", ()))
     if len(labels) and labels.min() >= 0:
         of_class = (labels[:, None] == labels[table.cpu()]).double().mean()
-        text += f", {100 * of_class:.1f} % of them with the image's class"
+        text += f", {100 * of_class:.1f}% of them with the image's class"
     common.log(text)
     return table
 

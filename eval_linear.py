@@ -448,9 +448,9 @@ def evaluate_features(args, device, encoder, info, train, val, test):
             found = linear_probe(*features, num_classes, args.lrs, args.epochs, args.batch_size, args.holdout)
         results[name] = scores(found["logits"].cpu(), torch.as_tensor(test.targets), num_classes)
         chosen, grid = found["chosen"], found["held_out"]
-        text = "  ".join(f"{score} {value:.2f} %" for score, value in results[name].items())
+        text = "  ".join(f"{score} {value:.2f}%" for score, value in results[name].items())
         where = "held out" if held else "of the fitted images"
-        common.log(f"{name:>10}  {text}  ({flag} {chosen:.3g}, {grid[chosen]:.2f} % {where})")
+        common.log(f"{name:>10}  {text}  ({flag} {chosen:.3g}, {grid[chosen]:.2f}% {where})")
         if name == "encoder" and len(grid) > 1 and chosen in (min(grid), max(grid)):
             common.log(f"warning: the best of {flag} is at the edge of the grid: widen it")
     return common.all_gather_object(results)[0]

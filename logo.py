@@ -646,7 +646,7 @@ def convert_split_batchnorm(module, groups):
 # D1 Terms and weights, all that `--variant` changes. Paper: the affinity's objective is linear, so it is unbounded;
 #    L_lg is the sum of its four terms, so the loss is five times as large; and lambda L_ll is a term of the loss.
 #    Released: the objective is logistic, so it is bounded; the loss is the mean of the six terms; and L_ll has a step
-#    of its own without lambda, clipped to 1.5 % of the last gradient's norm. On SimSiam both variants use lambda.
+#    of its own without lambda, clipped to 1.5% of the last gradient's norm. On SimSiam both variants use lambda.
 # D2 Updates of the momentum encoder. Here: one per step. Released: two, one per forward pass.
 # D3 Weight decay. Here: once per step. Released: twice, in both optimizers of the encoder.
 # D4 The norm for the clip. Here: kept between epochs. Released: 0 before an epoch, so its first step lacks L_ll.
@@ -672,7 +672,7 @@ def convert_split_batchnorm(module, groups):
 # MoCo is inferred, too. The repository erceguder/LoGo is unofficial.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
-# crops. In our runs (tests/results) it ranks all pairs of such batches correctly, but in mixed ones only 60 to 62 %.
+# crops. In our runs (tests/results) it ranks all pairs of such batches correctly, but in mixed ones only 60 to 62%.
 # Omitted: SwAV (supplement, Tables 4 and 5), the SVM on VOC after training on COCO (Table 7), and Fig. 2 (affinity).
 
 

@@ -679,7 +679,7 @@ def convert_split_batchnorm(module, groups):
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.
-# D8 MoCo v1's learning rate from 60 % of the epochs. ContrastiveCrop's file: 0. Here: a tenth; from 80 %, a hundredth.
+# D8 MoCo v1's learning rate from 60% of the epochs. ContrastiveCrop's file: 0. Here: a tenth; from 80%, a hundredth.
 # D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (not in the paper): local crops are queries only, and are blurred
 #    as the query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views
 #    (v3). The loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:

@@ -286,7 +286,7 @@ def test_choose_positives(selection, count, flags, monkeypatch, capsys):
     table = clim.choose_positives(args, model, images, INFO, torch.device("cpu"))
     assert model.momentum_backbone.training and table.shape == (30, count)
     labels = torch.as_tensor(images.targets)
-    assert f" {100 * (labels[:, None] == labels[table]).double().mean():.1f} % " in capsys.readouterr().out
+    assert f" {100 * (labels[:, None] == labels[table]).double().mean():.1f}% " in capsys.readouterr().out
 
     model.eval()
     x = common.normalize(torch.stack([pil_to_tensor(image) for image, _ in images]) / 255, INFO["mean"], INFO["std"])
