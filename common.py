@@ -539,15 +539,9 @@ ARCHS = {  # our name: (timm's name, arguments of timm.create_model)
 }
 
 
-def timm_module(arch):
-    """Return the name of the module that defines an architecture, such as "timm.models.resnet"; "" if it is unknown."""
-    name = ARCHS.get(arch, (arch,))[0]
-    return timm.model_entrypoint(name).__module__ if timm.is_model(name) else ""
-
-
 def is_vit(arch):
     """Whether an architecture is one of timm's plain ViTs, which take images and patches of any size."""
-    return timm_module(arch) in ("timm.models.vision_transformer", "timm.models.deit")
+    return timm.models.is_model_in_modules(ARCHS.get(arch, (arch,))[0], ["vision_transformer", "deit"])
 
 
 def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolation="bilinear", **kwargs):
@@ -566,7 +560,7 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
         if image_size % patch_size or (fixed and int(fixed[1]) != patch_size):
             raise UsageError(f"--patch-size {patch_size} does not fit --arch {arch} and images of {image_size} px")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True, weight_init="moco")
-    elif timm_module(arch) == "timm.models.resnet":
+    elif timm.models.is_model_in_modules(name, ["resnet"]):
         kwargs |= dict(zero_init_last=False)  # initialize residual branches as torchvision and MoCo do
         is_plain = name.split(".")[0].removeprefix("resnet").isdigit() and arch != "resnet_micro"  # not resnet26d
         if is_plain and image_size <= 64:
@@ -1168,7 +1162,7 @@ def check_args(parser, args, vit_only):
             parser.error(f"--{name.replace('_', '-')}: expected two positive numbers, the smaller one first")
     local_crops = getattr(args, "local_crops", 0)
     refuse(parser, args, not local_crops, ["local_size", "local_scale"], "without --local-crops")
-    refuse(parser, args, timm_module(args.arch) and not is_vit(args.arch), vit_only, "without a ViT (--arch)")
+    refuse(parser, args, not is_vit(args.arch), vit_only, "without a ViT (--arch)")
     refuse(parser, args, is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
     refuse(parser, args, not args.init, ["init_prefix"], "without --init")
     if local_crops and (args.local_size or 0) > np.max(args.image_size):
