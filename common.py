@@ -601,14 +601,13 @@ def feature_width(backbone, *sizes):
     backbone, width = copy.deepcopy(backbone).eval(), None
     for size in sizes:
         try:
-            features = backbone(torch.zeros(1, 3, size, size))
+            shape = backbone(torch.zeros(1, 3, size, size)).shape
         except Exception as error:  # each encoder raises its own
             reason = (str(error) or repr(error)).splitlines()[0]
-            raise UsageError(f"the encoder does not take images of {size} px: {reason}") from error
-        if getattr(features, "ndim", None) != 2 or width not in (None, features.shape[1]):
-            shape = getattr(features, "shape", type(features))
-            raise UsageError(f"the encoder maps images of {size} px to {shape}, not (n, {width or 'width'})")
-        width = features.shape[1]
+            raise UsageError(f"the encoder gives no features of images of {size} px: {reason}") from error
+        if len(shape) != 2 or width not in (None, shape[1]):
+            raise UsageError(f"the encoder maps images of {size} px to {[*shape]}, not (n, {width or 'width'})")
+        width = shape[1]
     return width
 
 
