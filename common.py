@@ -1017,10 +1017,7 @@ def log_values(title, values):
 
 
 def log_epoch(title, records, names=()):
-    """Print the scores and the named values of the last record, and warn once if `std` stays below 0.1.
-
-    names: of the values; empty when a run has finished, whose last record was printed before.
-    """
+    """Print the last record's scores and the values of these names. With names, warn once if `std` stays below 0.1."""
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     is_low = [record.get("std", 1) < 0.1 for record in records[-4:]]
