@@ -863,8 +863,7 @@ def baselines(info, seed, images):
 
 def log_demo(args, command):
     """If this run is the demo, print how to train on real data. command: script and flags of the paper's run."""
-    is_demo = command and args.dataset == "patterns" and not args.show_views
-    if is_demo and os.environ.get("RANK", "0") == "0":
+    if command and args.dataset == "patterns" and not args.show_views and os.environ.get("RANK", "0") == "0":
         log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
         what = "learning rate, patch size, heads" if is_vit(args.arch) else "learning rate, image size"
         log(f"The demo's {what} and other values are not the paper's.")
