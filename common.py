@@ -989,11 +989,11 @@ class Meter:
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0) + value.detach()
         now = time.perf_counter()
-        if rank_and_world()[0] == 0 and now - self.shown > (0.5 if sys.stdout.isatty() else 60):
+        show, seconds_apart = (progress, 0.5) if sys.stdout.isatty() else (log, 60)
+        if rank_and_world()[0] == 0 and now - self.shown > seconds_apart:
             self.shown = now
             seconds = (now - self.began) / self.count
             left = (self.epochs - self.epoch) * self.steps - self.count
-            show = progress if sys.stdout.isatty() else log
             text = f"epoch {self.epoch + 1}/{self.epochs}  step {self.count}/{self.steps}  loss {metrics['loss']:.3f}  "
             show(f"{text}{self.batch_size / seconds:.0f} images/s  {left * seconds / 60:.1f} min left")
 
