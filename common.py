@@ -807,8 +807,8 @@ def open_encoder(args):
         return load_backbone(args.checkpoint, args.encoder)
     if args.encoder is not None:
         raise UsageError("--encoder is for runs of this project; for third-party weights pass --prefix")
-    saved = {} if os.path.isdir(args.checkpoint) else load_checkpoint(args.checkpoint)
-    if not saved or "timm_name" in saved.get("backbone", saved):  # it has its own heads, mean and interpolation
+    saved = load_checkpoint(args.checkpoint)
+    if "timm_name" in saved.get("backbone", saved):  # it has its own heads, mean and interpolation
         raise UsageError(f"--arch is for third-party files: leave it out for {args.checkpoint}")
     prefix = given.pop("prefix", "")
     info = backbone_info(args.arch, **dict(image_size=224) | given)
