@@ -184,18 +184,18 @@ def cutmix(x, partner, lam, generator=None):
         raise ValueError(f"cutmix takes x and partner (N, C, H, W) of one shape, not {shapes}")
     if lam.shape not in ((), (len(x),)) or not ((lam >= 0) & (lam <= 1)).all():
         raise ValueError(f"cutmix takes lam in [0, 1], a float or one for each of {len(x)} images, not {lam}")
-    height, width = x.shape[2:]
-    side = (1 - lam.reshape(-1, 1)).sqrt()  # of each box, as a fraction of the image's: (boxes, 1), as all below
-    center_y = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * height).long()
-    center_x = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * width).long()
-    half_height, half_width = (side * height).long() // 2, (side * width).long() // 2
-    top, bottom = (center_y - half_height).clamp_min(0), (center_y + half_height).clamp_max(height)
-    left, right = (center_x - half_width).clamp_min(0), (center_x + half_width).clamp_max(width)
-    row, column = torch.arange(height), torch.arange(width)
-    in_rows, in_columns = (row >= top) & (row < bottom), (column >= left) & (column < right)  # (boxes, H), (boxes, W)
-    in_box = (in_rows[:, None, :, None] & in_columns[:, None, None, :]).to(x.device, non_blocking=True)  # 1 - M
+    side = (1 - lam.reshape(-1, 1)).sqrt()  # of each box, as a fraction of the image's: (boxes, 1)
+
+    def inside(size):  # whether a row, or a column, of the image crosses a box: (boxes, size)
+        center = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * size).long()
+        half = (side * size).long() // 2
+        position = torch.arange(size)
+        return (position >= center - half) & (position < center + half)
+
+    rows, columns = (inside(size) for size in x.shape[2:])
+    in_box = (rows[:, None, :, None] & columns[:, None, None, :]).to(x.device, non_blocking=True)  # 1 - M
     mixed = torch.where(in_box, partner, x)  # Eq. 3: x where the mask M is 1
-    kept = 1 - ((bottom - top) * (right - left)).flatten().double() / (height * width)
+    kept = 1 - (rows.sum(1) * columns.sum(1)).double() / x[0, 0].numel()
     return mixed, (kept.to(x.device, torch.promote_types(x.dtype, torch.float32)) if lam.dim() else kept.item())
 
 
