@@ -525,12 +525,12 @@ def main(args, train=None, test=None):
     if args.show_views:  # views of images and of random positives, and mixed query views
         if args.selection != "none":
             positives.random_(len(positives))  # no encoder has selected any
-        own, other = ([augment(x, args, i) for i, x in enumerate(part)] for part in next(iter(loader))[0])
-        mixed = mix_queries(own[1:], other[1:], args.alpha)[0] if other[1:] else []
+        views, positive_views = ([augment(x, args, i) for i, x in enumerate(part)] for part in next(iter(loader))[0])
+        mixed = mix_queries(views[1:], positive_views[1:], args.alpha)[0] if positive_views[1:] else []
         names = ["key", "query"] + ["local crop"] * args.local_crops
-        names += [f"random positive's {name}" for name in names[: len(other)]]
+        names += [f"random positive's {name}" for name in names[: len(positive_views)]]
         names += [f"mixed {name}" for name in names[1 : 1 + len(mixed)]]
-        return common.save_views(args.show_views, own + other + mixed, names, args.norm)
+        return common.save_views(args.show_views, views + positive_views + mixed, names, args.norm)
 
     # Model and optimizer
     info = common.backbone_info(args.arch, args.image_size[0], args.patch_size, args.norm)
@@ -568,15 +568,16 @@ def main(args, train=None, test=None):
         if args.selection != "none" and epoch >= args.clim_start and is_due:
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
-        for step, (crops, _) in enumerate(loader):
+        for step, ((crops, positive_crops), _) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs
             lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            own, other = ([augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(xs)] for xs in crops)
-            queries, fractions = mix_queries(own[1:], other[1:], args.alpha)  # Eq. 3
+            views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
+            positive_views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(positive_crops)]
+            queries, fractions = mix_queries(views[1:], positive_views[1:], args.alpha)  # Eq. 3
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                loss, keys, q, metrics = ddp(queries, fractions, own[:1] + other[:1])  # Eq. 6
+                loss, keys, q, metrics = ddp(queries, fractions, views[:1] + positive_views[:1])  # Eq. 6
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
