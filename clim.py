@@ -18,7 +18,7 @@ pixels. Multi-resolution encodes each crop at several sizes, and compares querie
     python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2. `--selection none` with one image size is exactly its loss. CLIM changes these lines:
+The baseline is MoCo v2: `--selection none` with one image size is exactly its loss. CLIM changes these lines:
     one query and one key view    ->  also two views of one positive               (choose_positives, ImageAndPositive)
     q = query(view)               ->  q = query(view mixed with the positive's)    (mix_queries, cutmix)
     k = key(view)                 ->  keys k of the image, k' of its positive      (CLIM.forward)
@@ -242,9 +242,9 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
 
 
 def preferred_first(neighbors, preferred, count, generator=None):
-    """Select `count` neighbors per row (App. A.2): (N, count) int64.
+    """Select `count` neighbors per row, the preferred ones first (App. A.2): (N, count) int64.
 
-    Preferred ones come first, in random order, and then the others, nearest first. If k < count, all of them repeat.
+    These are in random order. The others follow, nearest first. If k < count, all of them repeat.
 
     neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
     """
@@ -262,7 +262,7 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
 
     The candidates are those of an image's k nearest neighbors that are in its cluster and at most as far from its
     center as the image is. num_positives random ones are selected. If there are fewer, the nearest of the other
-    neighbors are added (D2), and if these are too few, all repeat. Copy it with nearest_neighbors and preferred_first.
+    neighbors are added (D2), and if k < num_positives, all repeat. Copy it with nearest_neighbors and preferred_first.
 
     x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's center,
     as `kmeans` returns them. generator: a torch CPU generator; None: torch's global one. neighbors: (N, k) int64, as
