@@ -358,14 +358,9 @@ class PatchMix(nn.Module):
             smoothing = self.smoothing if term == "oto" else 0.0  # D1
             return soft_info_nce(h, z, *targets[term], self.temperature, smoothing)
 
-        losses = {}
+        pairs = dict(oto=(h2, z1), mto=(h1_mixed, z2), mtm=(h1_mixed, z2_mixed))  # Eq. 15, 13 and 14
         with torch.autocast(x1.device.type, enabled=False):  # the loss is computed in float32
-            if oto:
-                losses["oto"] = contrast(h2, z1, "oto")  # Eq. 15
-            if mto:
-                losses["mto"] = contrast(h1_mixed, z2, "mto")  # Eq. 13
-            if mtm:
-                losses["mtm"] = contrast(h1_mixed, z2_mixed, "mtm")  # Eq. 14
+            losses = {term: contrast(*pairs[term], term) for term in self.terms}
             for term, queries in h_local.items():  # as released, against the keys of both views
                 losses[f"local_{term}"] = sum(contrast(h, z, term) for h in queries for z in (z1, z2)) / len(local)
         weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
