@@ -248,7 +248,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 def augment(x, args, view):
     """Augment crops as in Table 10: uint8 -> normalized float (n, 3, S, S). view: 0 and 1, then local crops."""
-    blur_p = [*args.blur_p, 0.5][min(view, 2)]  # of T_1, T_2 and local crops (D6)
+    blur_p = args.blur_p[view] if view < 2 else 0.5  # of local crops (D6)
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
@@ -402,7 +402,7 @@ def main(args, train=None, test=None):
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     terms = chosen_terms(args)
     mixes = args.num_mix > 1 and set(terms) != {"oto"}
-    parts = (args.mix_slices, "--mix-slices", max(2, args.num_mix)) if mixes else ()  # D7
+    parts = (args.mix_slices, "--mix-slices", args.num_mix) if mixes else ()  # D7
     slices = common.split_batch(args.batch_size, len(train), world, *parts)
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
     bicubic = v2.InterpolationMode.BICUBIC  # as released
