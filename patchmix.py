@@ -4,8 +4,8 @@ Contrastive learning treats any two images as unrelated, although many are simil
 relations are known: it cuts M images of a batch into patches, and combines patches of all M into one image, each at its
 original position. A ViT then learns that such a mixed image is similar to each of its sources, in equal shares.
 
-The encoder embeds queries, and a momentum encoder embeds keys. The negatives of a query are the other keys of the
-batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has queries of unmixed images.
+As in MoCo v3, an encoder embeds queries, a momentum encoder embeds keys, and the negatives of a query are the other
+keys of the batch. The loss is the sum of three contrasts: mto, mtm and oto. Only oto has queries of unmixed images.
 
     Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
     Eq. 10-12     mix_targets         the positives of a mixed query and their weights (also Eq. 18-19)
@@ -13,8 +13,7 @@ batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has qu
     Eq. 14        soft_info_nce       mtm, mix to mix: a mixed query and mixed keys, by the fraction of common sources
     Eq. 15        soft_info_nce       oto, origin to origin: an original query and the key of the same image
     Eq. 16        PatchMix.forward    their sum
-    Algorithm 1   patch_mix (lines 2 to 7), mix_targets (8)
-    Algorithm 2   PatchMix (lines 1 and 2), PatchMix.forward (5 to 9, and the loss of 10), main (3, 4, 10 and 11)
+    Algorithms    1: patch_mix and mix_targets. 2: PatchMix and main. Comments in the code name the lines.
 
     python patchmix.py                                                        # a laptop, no data
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
@@ -209,7 +208,7 @@ def mix_targets(n, num_mix):
     can occur twice; its weights then add up.
     """
     i = torch.arange(n)[:, None]
-    mto_index = (i + torch.arange(num_mix)) % n  # Eq. 10
+    mto_index = (i + torch.arange(num_mix)) % n  # Eq. 10; Algorithm 1, line 8
     mto_weight = torch.full((num_mix,), 1 / num_mix)  # the 1/M of Eq. 13
     offset = torch.arange(2 * num_mix - 1) - (num_mix - 1)
     mtm_index = (i + offset) % n  # Eq. 11
