@@ -136,7 +136,7 @@ def recipe(args):
     """Return the defaults, {name: value}, for args.dataset, args.variant, args.arch, and args.num_mix if released."""
     values = dict(arch="vit_small", num_mix=3, local_crops=0) | RECIPES[args.dataset]
     # vit_tiny, vit_small, ..., also of timm's own names, such as deit_small_patch16_224
-    arch = "_".join(re.sub("^deit3?_", "vit_", args.arch or values["arch"]).split("_")[:2])
+    arch = re.sub("^(?:deit3?|vit)_([a-z]+)_.*", r"vit_\1", args.arch or values["arch"])
     if args.dataset != "patterns":
         values |= ENCODERS.get(arch, {})
     if args.variant == "released":
