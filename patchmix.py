@@ -228,8 +228,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
     Gradients reach q, and also k unless it is detached, as in the paper. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    fits = q.dim() == 2 and k.shape[1:] == q.shape[1:]
-    if not fits or index.dim() != 2 or len(index) != len(q) or weight.shape != index.shape[1:]:
+    if q.dim() != 2 or k.shape[1:] != q.shape[1:] or weight.dim() != 1 or index.shape != (len(q), len(weight)):
         shapes = [tuple(x.shape) for x in (q, k, index, weight)]
         raise ValueError(f"soft_info_nce takes q (n, C), k (N, C), index (n, P) and weight (P,), not {shapes}")
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
