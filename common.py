@@ -122,7 +122,7 @@ class Subset(torch.utils.data.Subset):
 
     def __init__(self, dataset, indices):
         super().__init__(dataset, indices)
-        self.targets, self.classes = [int(dataset.targets[i]) for i in indices], dataset.classes
+        self.targets, self.classes = np.asarray(dataset.targets, np.int64)[indices], dataset.classes
 
     @property
     def samples(self):
@@ -1137,10 +1137,10 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     check_args(parser, args, vit_only)
     if args.out is None:
         where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
-        words = [args.method, where, args.arch, f"s{args.seed}"]
         unnamed = ("dataset", "arch", "seed", *NOT_IN_CONFIG)
         changed = {k: x for k, x in vars(args).items() if k not in unnamed and x != parser.get_default(k)}
-        args.out = run_folder(words + [f"{name}{format_value(value)}" for name, value in changed.items()])
+        changed = [name + format_value(value) for name, value in changed.items()]
+        args.out = run_folder([args.method, where, args.arch, f"s{args.seed}", *changed])
     return args
 
 

@@ -150,11 +150,11 @@ def recipe(args):
 def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     """Return the affinity's loss (Eq. 6), low if two local crops of one image score above local crops of two images.
 
-    affinity: (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. Row i of both is of one image, a
-    positive pair; in negative pairs, local2 is rolled by one row. noise: (2, N, C), added to the positives, or None.
-    form: "logistic" (released), the binary cross-entropy of positives plus that of negatives, with scores as logits,
-    averaged over both orders of a pair; "linear" (paper), E f(negative) - E f(positive), which is unbounded
-    (supplement, Eq. 4; that f is the softplus of the score is inferred).
+    affinity: (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. Row i of both is of the same image,
+    a positive pair; in negative pairs, local2 is rolled by one row. noise: (2, N, C), added to the positives, or None.
+    form: "logistic" (released) is the binary cross-entropy of the positive scores plus that of the negative ones, as
+    logits, averaged over both orders of a pair. "linear" (paper) is E f(negative) - E f(positive), which is unbounded
+    (supplement, Eq. 4). That f is the softplus of the score is inferred.
     Gradients reach the affinity only. Raises ValueError if shapes or form do not fit, or N is 1.
     """
     noise = local1.new_zeros(2, *local1.shape) if noise is None else noise
