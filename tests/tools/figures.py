@@ -153,7 +153,7 @@ def overview(photos):
     """All five ideas beside their baseline."""
     page, tile = Page(448), 92
     top, middle, low, last = 66, 170, 280, 394
-    rows = ("what\ngoes in", top, "black"), ("the\nquery", middle, QUERY), ("is pulled\ntowards", low, KEY)
+    rows = ("what\ngoes in", top, "black"), ("the\nquery", middle, QUERY), ("is pulled\ntoward", low, KEY)
     for text, y, color in (*rows, ("is pushed\naway from", last + 20 - tile / 2, APART)):
         page.head(10, y + tile / 2, text, color, size=9, ha="left")
     x = [92 + 111.5 * n for n in range(6)]
@@ -171,7 +171,7 @@ def overview(photos):
         page.row(keys[3:], x + (size + 3) / 2, low + size + 3, size, KEY)
         page.text(x + tile / 2, low + (2 * size + 20 if len(keys) > 3 else size + 12), note, 7.2, color=KEY)
         for n, share in enumerate(shares):
-            page.text(x + n * (size + 3) + size / 2, low + size + 12, f"{100 * share:.0f} %", color=KEY)
+            page.text(x + n * (size + 3) + size / 2, low + size + 12, f"{100 * share:.0f}%", color=KEY)
 
     photo = photos["astronaut"]
     (query, key), boxes = views(moco_jointcrop, "--joint none", photo, 13, PLAIN)
@@ -270,7 +270,7 @@ def joint_contrast(photos):
     note = "one key is one sample of what augmentation\ncan make of the image ..."
     page.text(x[3], top + tile / 2, note, color=GRAY, ha="left")
     y = top + 2 * (tile + 24)
-    note = "... JCL estimates all keys from five: the query is pulled towards their mean,\n"
+    note = "... JCL estimates all keys from five: the query is pulled toward their mean,\n"
     note += "and the loss is higher where the keys differ along the query"
     page.text((x[2] + x[6] + tile) / 2, y - 2, note, color=KEY)
     page.head(10, y + 74, "both are\npushed\naway from", APART, size=9, ha="left")
@@ -282,7 +282,7 @@ def joint_contrast(photos):
 
 
 def mixture(photos):
-    """CLIM: whom an image is mixed with, the mix, and what the mix is pulled towards."""
+    """CLIM: whom an image is mixed with, the mix, and what the mix is pulled toward."""
     idea = "Other images are positives, too: neighbors nearer to their cluster's center, mixed in by CutMix"
     page, tile, top = Page(306, "CLIM", idea), 104, 92
     page.head(128, top - 20, "1. choose positives")
@@ -316,12 +316,12 @@ def mixture(photos):
         page.text(place + tile / 2, below, text, color=GRAY)
     page.text((x[0] + x[1] + tile) / 2, below + 14, "(here: both are of one photograph)", 7, color=GRAY)
     page.image(mixed, x[2], y, tile, QUERY, boxes=[box])
-    page.text(x[2] + tile / 2, below, f"{100 * kept:.0f} % of the image", color=QUERY)
+    page.text(x[2] + tile / 2, below, f"{100 * kept:.0f}% of the image", color=QUERY)
     page.arrow((x[1] + tile + 4, across), (x[2] - 4, across), GRAY)
     keys = (top - 6, own_key, kept, "its own key"), (top + side + 22, other_key, 1 - kept, "the positive's key")
     for y, key, share, text in keys:
         page.image(key, x[3] + 14, y, side, KEY)
-        page.text(x[3] + 14 + side / 2, y + side + 12, f"{100 * share:.0f} %: {text}", color=KEY)
+        page.text(x[3] + 14 + side / 2, y + side + 12, f"{100 * share:.0f}%: {text}", color=KEY)
         page.arrow((x[2] + tile + 4, across), (x[3] + 10, y + side / 2), KEY)
     return page
 
@@ -348,8 +348,8 @@ def local_global(photos):
     page.head((x[0] + x[1] + size) / 2, low + small + 16, "local crops", QUERY)
     apart = "pushed apart, by what a\nsmall network has learned\nto tell: are two locals\nof one image?"
     notes = (
-        (top + size / 2, "global to global:", "each is pulled towards\nthe other's key", KEY),
-        (top + size + 32, "local to global:", "pulled towards both; the\nglobals stay as they are", KEY),
+        (top + size / 2, "global to global:", "each is pulled toward\nthe other's key", KEY),
+        (top + size + 32, "local to global:", "pulled toward both; the\nglobals stay as they are", KEY),
         (y, "local to local:", apart, APART),
     )
     for place, head, text, color in notes:
@@ -383,7 +383,7 @@ def patches(photos):
     )
     for x0, columns, where, share, head, across in tables:
         page.head(x0 + 3.5 * (side + 2), y0 - 58, head, size=9)
-        page.text(x0 + 4 * (side + 2), y0 - 40, "is pulled towards: " + across, 7.5, color=KEY)
+        page.text(x0 + 4 * (side + 2), y0 - 40, "is pulled toward: " + across, 7.5, color=KEY)
         page.text(x0 - 14, y0 + 3.5 * (side + 2), "query: the mixes", 7.5, color=QUERY, rotation=90)
         page.row(columns, x0 + side + 2, y0 - 26, side, KEY, gap=2)
         target = torch.zeros(6, 6).scatter_add_(1, where, share.expand(6, -1))
