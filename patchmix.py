@@ -384,7 +384,7 @@ def cosine(start, end, done):
 
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr."""
-    peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
+    peak, last = args.lr * args.batch_size / 256, args.min_lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
