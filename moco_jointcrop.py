@@ -63,7 +63,7 @@ def parse_args(argv=None):
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (v3)")
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum (initial, final)")
+    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum; two: initial and final")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
