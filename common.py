@@ -1230,8 +1230,10 @@ def open_run(args, train, state, derived):
     derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)
     if getattr(args, "warmup", 0) > args.epochs / 4:
         derived["warmup_cut_to"] = args.epochs / 4
-    if hasattr(state.get("model"), "queue") and (queue := derived.get("negatives", 0)) > len(train) / 4:
-        log(f"warning: the queue has {queue} keys for {len(train)} images, so some are of the query's own (--queue)")
+    queue = getattr(state["model"], "queue", None)
+    if queue is not None and len(queue.keys) > len(train) / 4:
+        keys = f"{len(queue.keys)} keys for {len(train)} images"
+        log(f"warning: the queue has {keys}, so some are of the query's own image: pass a smaller --queue")
     log_values("values", config)
     log_values("derived", derived)
     path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]

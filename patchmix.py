@@ -13,7 +13,8 @@ keys of the batch. The loss is the sum of three contrasts: mto, mtm and oto. Onl
     Eq. 14        soft_info_nce       mtm, mix to mix: a mixed query and mixed keys, by the fraction of common sources
     Eq. 15        soft_info_nce       oto, origin to origin: an original query and the key of the same image
     Eq. 16        PatchMix.forward    their sum
-    Algorithms    1: patch_mix and mix_targets. 2: PatchMix and main. Comments in the code name the lines.
+    Algorithm 1   patch_mix (lines 2 to 7), mix_targets (line 8)
+    Algorithm 2   PatchMix (lines 1, 2), PatchMix.forward (5 to 9, and the loss of 10), main (3, 4, 10, 11)
 
     python patchmix.py                                                        # a laptop, no data
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU

@@ -90,18 +90,20 @@ def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     """A warmup that is cut, a large queue, other workers and processes. Values may be a Path and numpy's numbers."""
     numbers = dict(seed=np.int64(3), lr=np.float64(0.1), epochs=2, warmup=1.0)
     args = argparse.Namespace(method="m", out=tmp_path, resume=None, workers=3, **numbers)
-    images, state = Blank(40), dict(model=nn.ModuleDict(dict(queue=nn.Linear(2, 2))))
-    config, _ = common.open_run(args, images, state, dict(negatives=11))
+    images, state = Blank(40), dict(model=nn.Linear(2, 2))
+    state["model"].queue = argparse.Namespace(keys=range(11))
+    config, _ = common.open_run(args, images, state, {})
     said = " ".join(capsys.readouterr().out.split())
     assert "warmup 1 " in said and "warmup_cut_to 0.5" in said and "workers 3" in said
     assert "the queue has 11 keys for 40 images" in said
     common.save_run(args.out, config, None, state, [dict(epoch=1)])
     monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
-    assert common.open_run(args, images, state, dict(negatives=10)) == (config, [dict(epoch=1)])
+    state["model"].queue.keys = range(10)
+    assert common.open_run(args, images, state, {}) == (config, [dict(epoch=1)])
     said = capsys.readouterr().out
     assert "processes: 1 before, 2 now" in said and "batch-norm groups" in said and "queue" not in said
     common.save_run(args.out, config, None, state, [dict(epoch=1), dict(epoch=2)])
-    common.open_run(args, images, state, dict(negatives=10))
+    common.open_run(args, images, state, {})
     assert "before" not in capsys.readouterr().out  # a finished run draws nothing
 
 
