@@ -670,7 +670,8 @@ def convert_split_batchnorm(module, groups):
 # D1 s_b, line 1. Paper: ln(s_max / s_min). Released: ln(s_max / s_min - 0.1).
 # D2 If none of ten aspect ratios fits. Paper: a center crop. Released: the whole image.
 # D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
-# D4 The areas of crops. Released: from 0.2 (its README's command), or 0.08 (its default). Here: 0.2; small data: 0.08.
+# D4 The areas of crops. Released: from 0.2 (its README's command), or 0.08 (its default). Here: 0.2; small data: 0.08,
+#    as in MoCo's demo (D5), though JointCrop gained more from 0.2 in small runs (tests/results/README.md).
 # D5 Small datasets. ContrastiveCrop: `--epochs 500 --lr 0.25 --min-lr 0.025 --warmup 0 --momentum 0.999 --weight-decay
 #    1e-4 --crop-scale 0.2 1 --queue 65536`, where the learning rate is 0.5 for 512 images. Here: MoCo's own demo on
 #    CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1 --joint none`. MoCo v2 has its own
