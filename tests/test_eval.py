@@ -103,7 +103,7 @@ def test_two_processes_evaluate_as_one(places, tmp_path):
         words = [("eval_knn", "--k", 3), ("eval_knn", "--dump", dump), ("eval_linear", "--epochs", 3)]
         each = [(script, [places["VIT"], "--device", "cpu", *flags]) for script, *flags in words]
         lines = [succeed(tmp_path / "log", play, [call] * world)[0].splitlines() for call in each]
-        said.append([line for line in sum(lines, []) if " %" in line])
+        said.append([line for line in sum(lines, []) if "%" in line])
     assert said[0] == said[1] and len(said[0]) == 6
     np.testing.assert_allclose(*(np.load(dump)["train_features"] for dump in dumps), rtol=1e-4, atol=1e-5)
 
