@@ -41,10 +41,16 @@ def test_the_numbers_of_the_front_page():
     """The last column of README's table of methods has the means of kNN over the seeds."""
     pairs = "moco jointcrop", "moco jcl", "moco clim", "moco-symmetric logo-moco", "mocov3 patchmix-3"
     page = (ROOT / "README.md").read_text()
-    shown = re.findall(r"\| ([\d.]+) → ([\d.]+)[^|]*\|$", page, re.M)
-    for arms, percents in zip((pair.split() for pair in pairs), shown, strict=True):
-        means = [np.mean([results.scores(record)[0] for record in results.runs_of(arm).values()]) for arm in arms]
+    for pair, percents in zip(pairs, re.findall(r"earlier: ([\d.]+) → ([\d.]+)\)", page), strict=True):
+        runs = [results.runs_of(arm).values() for arm in pair.split()]
+        means = [np.mean([record["epochs"][-1]["knn20_top1"] for record in each]) for each in runs]
         assert percents == tuple(f"{mean:.1f}" for mean in means)
+    small, (recipe, crops) = results.kept("small_encoders"), (", as its recipe is", ", crops from 0.2 of the area")
+    runs = ("J-Crop(0)", recipe), ("JCL", recipe), ("CLIM", recipe), ("J-Crop(0)", crops)
+    shown = re.findall(r"([\d.]+) → ([\d.]+) (?:\(earlier|with the current)", page)
+    for (what, how), percents in zip(runs, shown, strict=True):
+        ends = [[small[name + how + seed]["epochs"][-1] for seed in ("", ", seed 1")] for name in ("MoCo v2", what)]
+        assert percents == tuple(f"{np.mean([end['knn20_top1'] for end in each]):.1f}" for each in ends)
 
 
 @pytest.mark.slow
