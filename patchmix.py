@@ -20,7 +20,8 @@ keys of the batch. The loss is the sum of three contrasts: mto, mtm and oto. Onl
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is `--num-mix 1 --terms oto,mto`. It is MoCo v3, except for what the end of the file lists.
+The baseline is `--num-mix 1 --terms oto,mto`. It is MoCo v3, but with PatchMix's heads and drop path, a trained patch
+projection and trained positions, and without the factor 2 tau. PatchMix changes three things:
     queries of both views                ->  queries of one view are of mixed images    (PatchMix.forward)
     L(q2, k1) + L(q1, k2)                ->  oto + mto + mtm, with mixed keys           (PatchMix.forward)
     InfoNCE with one positive per query  ->  M, or 2M - 1, positives with weights       (mix_targets, soft_info_nce)
@@ -517,8 +518,7 @@ def gather(x):
 #    the patches (Eq. 2); the paper draws one for the batch.
 # D8 The schedule. Paper: of 300 epochs, 10 of warmup and "the rest 260" of a cosine. Released, and here: 290.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# The baseline differs from MoCo v3: it has no factor 2 tau, no frozen patch projection and no fixed positions, but
-# PatchMix's heads of ViT-S and drop path. `--num-mix 1` alone counts L(q1, k2) twice, because mtm is then mto.
+# The baseline needs `--terms oto,mto`, because `--num-mix 1` alone counts L(q1, k2) twice: mtm is then mto.
 # Omitted: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
 
