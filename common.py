@@ -1130,7 +1130,8 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     parser.set_defaults(**recipe(chosen))  # before --help shows them
-    parser.epilog = f"Defaults are for --dataset {chosen.dataset}. Pass another one with --help to see its defaults."
+    parser.epilog = f"Defaults are for --dataset {chosen.dataset}. Pass another one with --help to see its defaults. "
+    parser.epilog += "(D1), (D2), ... are listed at the end of the script."
     if "bn_groups" in chosen and is_vit(chosen.arch):
         parser.set_defaults(bn_groups=1)  # a ViT has no batch norm
     args = parser.parse_args(argv)
