@@ -1211,7 +1211,7 @@ def find_checkpoint(out, resume):
         os.unlink(os.path.join(out, file))
     if "last.pt" in files:
         if Path(resume or "").name.startswith("epoch-") and Path(resume).resolve().parent == Path(out).resolve():
-            raise UsageError(f"--resume {resume} is in --out, which goes on from last.pt: pass another --out")
+            raise UsageError(f"--resume {resume} is in --out, which resumes from last.pt: pass another --out")
         return os.path.join(out, "last.pt")
     return os.path.join(resume, "last.pt") if resume and os.path.isdir(resume) else resume
 
