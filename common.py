@@ -662,7 +662,7 @@ def load_backbone(path, encoder=None):
 
 
 def encoder_weights(model_state, encoder):
-    """Return the weights of the momentum encoder, if `encoder` is "momentum", or the query encoder of a model."""
+    """Return the weights of an encoder, "momentum" or else the query encoder, from a model's state_dict."""
     prefix = "momentum_backbone." if encoder == "momentum" else "backbone."
     return {k.removeprefix(prefix): x.cpu().contiguous() for k, x in model_state.items() if k.startswith(prefix)}
 
@@ -1182,7 +1182,7 @@ def run_folder(words):
 
 
 def write_file(path, write):
-    """Write a file atomically on the first process, by write(file). If that fails, the old file stays: UsageError."""
+    """Write a file atomically on the first process, by write(file). A UsageError leaves the old file as it was."""
     if rank_and_world()[0] > 0:
         return
     temporary = Path(f"{path}.{socket.gethostname()}.{os.getpid()}.tmp")
