@@ -538,6 +538,8 @@ def train_protocol(args, device, encoder, info, train, test):
     erase = RandomErasing(args.erase, mode="pixel", device=device)
     mix = None
     if args.mixup or args.cutmix:
+        if args.batch_size // world % 2:
+            raise common.UsageError(f"--batch-size {args.batch_size}: mixup needs an even number of images per process")
         mix = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=num_classes)
 
     # Model and optimizer

@@ -368,6 +368,8 @@ def test_another_evaluation_is_refused(places, tmp_path, capsys):
     assert "checkpoint was" in refused(capsys, run, places["RESNET"], *flags, train=train, test=a)
     assert "a run of finetune" in refused(capsys, run, vit, "--finetune", *flags[2:], train=train, test=a)
     assert "peak" in refused(capsys, run, vit, "--finetune", "--lr", 2e-6, train=train, test=a)
+    odd = ["--finetune", "--mixup", 0.8, "--batch-size", 15, "--out", tmp_path / "odd"]
+    assert "even number" in refused(capsys, run, vit, *odd, train=train, test=a)
     assert completed(places, "--finetune", "--lr", 5e-6).min_lr == 1e-5  # the peak for 1,024 images is 2e-5
 
 
