@@ -1075,7 +1075,8 @@ def add_shared_arguments(parser, add):
     parser.allow_abbrev, parser.formatter_class = False, argparse.ArgumentDefaultsHelpFormatter
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
     workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if torch.cuda.is_available() else 0
-    add("--seed", type=nonnegative_int, default=0, help="random seed")
+    seed = bounded("an integer from 0 to 2^32 - 1", int, lambda x: 0 <= x < 2**32)
+    add("--seed", type=seed, default=0, help="random seed")
     add("--workers", type=nonnegative_int, default=workers, help="data loading processes per training process")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
     add("--amp", choices=("auto", "off"), default="auto", help="auto: bf16 on GPUs that support it; off: float32")

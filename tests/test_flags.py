@@ -72,7 +72,7 @@ def test_ranges_hold(method, module, capsys):
         wrong = []
         if action.type not in (None, os.path.abspath) and not action.choices:  # a number
             wrong += ["other", "nan", "inf"] + ["-1"] * (name != "beta") + ["0"] * (name not in ZERO)
-            wrong += ["1.5"] * (name in FRACTIONS or isinstance(action.default, int))
+            wrong += ["1.5"] * (name in FRACTIONS or isinstance(action.default, int)) + [str(2**32)] * (name == "seed")
         wrong = [[word] * count for word in wrong] + [["0.5", "0.25"]] * name.endswith("_scale")
         wrong += [["0.1", "0.2", "0.3"]] * (name in ("momentum", "blur_p"))  # one value or two
         for given in wrong:
