@@ -153,15 +153,15 @@ def recipe(args):
 
 
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
-    """Return a pair (a, b) of numbers in [low, high] by Algorithm 1, which draws their ratio first.
+    """Return (a, b) in [low, high], s_1 and s_2 of Algorithm 1, which draws their ratio s_r = b / a first.
 
-    x = ln(b / a) is in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. beta = 0: x is
+    x = ln s_r is in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. beta = 0: x is
     uniform. beta > 0: x is normal with standard deviation s_b / beta, truncated to that interval. beta < 0: x is drawn
     as for -beta, and mirrored within its half, to s_b - x if x > 0 and to -s_b - x if x < 0. Given x, a is uniform
     where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4-10).
 
-    u, v: uniform draws from [0, 1), of x and of a. beta: a finite number, or None. offset: 0.1 in the released code
-    (D1). Raises ValueError unless 0 < low <= high.
+    low, high: s_min, s_max. u, v: uniform draws from [0, 1), of x and of a. beta: a finite number, or None. offset: 0.1
+    in the released code (D1). Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
         raise ValueError(f"joint_from_uniform takes 0 < low <= high, not low {low} and high {high}")
@@ -171,7 +171,7 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     if abs(beta) < 1e-6:
         log_ratio = s_b * (2 * u - 1)  # line 5, and the limit of both other cases
     else:  # lines 3 and 7: a normal, truncated at |beta| standard deviations, by its inverse distribution function
-        tail = math.erfc(abs(beta) / math.sqrt(2)) / 2
+        tail = math.erfc(abs(beta) / math.sqrt(2)) / 2  # the probability below -|beta|, or above |beta|
         normal = NormalDist().inv_cdf(max(tail + u * (1 - 2 * tail), 1e-300))
         log_ratio = min(max(normal * s_b / abs(beta), -s_b), s_b)
     if beta < 0:  # lines 8-12: mirrored within each half, so that the extremes are the most likely
