@@ -370,7 +370,7 @@ class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
     Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process also apply
-    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which makes weights and queue equal.
+    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
     and keys. queue: number of negatives. temperature: tau.
     """
@@ -559,7 +559,7 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # of the queue and batch norm (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # queues stay equal; batch norms are averaged below (torch 2.13 renames the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)

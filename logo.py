@@ -301,8 +301,8 @@ def compared_views(pairs="logo", local_crops=2, one_way=False):
 class MoCo(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with global and local views.
 
-    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process also
-    apply convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which makes weights and queue equal.
+    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process apply
+    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). pairs: see `compared_views`. dim: of queries and keys. queue: number of
     negatives. temperature: tau. reduction: see `combine`.
     """
@@ -499,7 +499,7 @@ def main(args, train=None, test=None):
         if not simsiam:
             model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # of the queue and batch norm (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # queues stay equal; batch norms are averaged below (torch 2.13 renames the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)

@@ -377,7 +377,7 @@ class MoCo(MoCoBase):
     """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
     Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process also apply
-    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which makes weights and queue equal.
+    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
     negatives. temperature: of the loss.
     """
@@ -541,7 +541,7 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # of the queue and batch norm (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # queues stay equal; batch norms are averaged below (torch 2.13 renames the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)

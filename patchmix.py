@@ -450,7 +450,7 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # of batch norm (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # batch norms are averaged below (set here, because torch 2.13 renames the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
