@@ -452,10 +452,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys with `keys` (n, dim), the same on every process. Call it after backward."""
+        """Replace the oldest keys with those of all processes (N, dim). Call it after backward, which needs the old."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # of too many keys, the last
         self.position.add_(len(keys)).remainder_(length)
 
 
