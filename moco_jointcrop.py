@@ -630,7 +630,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
     def __init__(self, num_features, groups, **kwargs):
         super().__init__(num_features, **kwargs)
         self.groups = groups
-        self.drop = self.act = nn.Identity()  # replaced by those of timm's BatchNormAct2d, which has both
+        self.drop = self.act = nn.Identity()  # timm's BatchNormAct2d has both; convert_split_batchnorm takes them over
 
     def forward(self, x):
         mean, var, weight, bias, groups = self.running_mean, self.running_var, self.weight, self.bias, self.groups
@@ -660,7 +660,7 @@ def convert_split_batchnorm(module, groups):
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
             setattr(result, name, getattr(module, name))
-    for name, child in module.named_children():
+    for name, child in module.named_children():  # a BatchNormAct2d's are drop and act
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result
 
