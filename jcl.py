@@ -293,7 +293,7 @@ def main(args, train=None, test=None):
         common.load_weights(backbone, args.init, args.init_prefix)
     negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
     model = JCL(backbone, width, args.dim, negatives, args.temperature, args.vanilla)
-    model = convert_split_batchnorm(model, groups) if groups > 1 else model
+    model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on so many GPUs, for ShuffleBN
     model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
 

@@ -468,7 +468,7 @@ def main(args, train=None, test=None):
     else:
         negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
         model = MoCo(backbone, width, pairs, args.dim, negatives, args.temperature, reduction)
-        model = convert_split_batchnorm(model, groups) if groups > 1 else model
+        model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on so many GPUs, for ShuffleBN
         global_terms, local_terms = ([math.log(negatives + 1)] * len(part) for part in pairs)
         uniform = combine(global_terms, local_terms, reduction)
         derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, batch_norm_groups=groups * world)

@@ -524,7 +524,7 @@ def main(args, train=None, test=None):
         model = MoCo(backbone, width, 1 if args.moco == "v1" else 2, args.dim, negatives, args.temperature)
     synchronize = v3 and world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only
     model = timm.layers.convert_sync_batchnorm(model) if synchronize else model
-    model = convert_split_batchnorm(model, groups) if groups > 1 else model
+    model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on so many GPUs, for ShuffleBN
     model.to(device, memory_format=torch.channels_last)
     sgd = dict(lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
     optimizer = lars(model, args.weight_decay) if v3 else torch.optim.SGD(model.parameters(), **sgd)
