@@ -349,17 +349,17 @@ def augment(x, args, view):
     return common.normalize(x, *common.NORMS[args.norm])
 
 
-def mix_queries(queries, partners, alpha):
+def mix_queries(query_views, partners, alpha):
     """Mix query views with those of positives (Eq. 3): return (list of mixed views, list of the images' fractions).
 
-    queries: list of (n, 3, H, W). partners: list of the positives' query views; if it is empty, nothing is mixed, and
-    the fractions are 0.5, which gives half the loss to each key (not in the paper). alpha: the fraction is drawn from
-    Beta(alpha, alpha) (section 3.2.2), once per batch of a process, as in the code of CutMix. Copy it with cutmix.
+    query_views: list of (n, 3, H, W). partners: list of the positives' query views; if it is empty, nothing is mixed,
+    and the fractions are 0.5, which gives half the loss to each key (not in the paper). alpha: the fraction is drawn
+    from Beta(alpha, alpha) (section 3.2.2), once per batch of a process, as in CutMix's code. Copy it with cutmix.
     """
     if not partners:
-        return queries, [0.5] * len(queries)
+        return query_views, [0.5] * len(query_views)
     beta = torch.distributions.Beta(alpha, alpha)
-    mixed = [cutmix(x, partner, beta.sample().item()) for x, partner in zip(queries, partners, strict=True)]
+    mixed = [cutmix(x, partner, beta.sample().item()) for x, partner in zip(query_views, partners, strict=True)]
     return [x for x, _ in mixed], [fraction for _, fraction in mixed]
 
 
@@ -398,25 +398,25 @@ class CLIM(nn.Module):
             return info_nce(q, k[0], self.queue.keys, self.temperature)
         return clim_loss(q, k[0], k[1], self.queue.keys, self.temperature, fraction)
 
-    def forward(self, queries, fractions, key_views):
+    def forward(self, query_views, fractions, key_views):
         """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}). The loss is Eq. 6.
 
-        queries: this process's query view and local crops, each (n, 3, H, W), normalized and, once there are positives,
-        mixed with theirs. fractions: for each of these, the fraction of the image's own pixels, lambda in Eq. 4 (D7).
+        query_views: this process's query view and local crops, each (n, 3, H, W), normalized and, if there are
+        positives, mixed with theirs. fractions: for each view, that of the image's own pixels, lambda in Eq. 4 (D7).
         key_views: a view of the images and, once there are positives, one of these: list of one or two (n, 3, H, W).
         The keys to enqueue are the images' own at the largest size (not in the paper), of all processes. Only the loss
         has a gradient, which reaches the query encoder only.
         """
         q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
-            views = [v2.functional.resize(view, [size, size]) for view in (queries[0], *key_views)]
+            views = [v2.functional.resize(view, [size, size]) for view in (query_views[0], *key_views)]
             if size in self.sizes[:i]:  # D4
                 views = [view.flip(-1) for view in views]
             q.append(self.query(views[0]))
             # Both keys are encoded together (not in the paper): a batch-norm group holds twice as many keys as queries
             keys.append(encode_shuffled_keys(self.key, views[1:]))  # (1 or 2, N, dim), of all processes
         k = [shard(keys_of_size, dim=1) for keys_of_size in keys]  # (1 or 2, n, dim), this process's
-        local_q = [self.query(crop) for crop in queries[1:]]
+        local_q = [self.query(crop) for crop in query_views[1:]]
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
             # Eq. 6: the queries of every size r with the keys of every size r'
             losses = [self.contrast(q_r, k_r, fractions[0]) for q_r in q for k_r in k]
@@ -575,9 +575,9 @@ def main(args, train=None, test=None):
                 group["lr"] = lr
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             positive_views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(positive_crops)]
-            queries, fractions = mix_queries(views[1:], positive_views[1:], args.alpha)  # Eq. 3
+            query_views, fractions = mix_queries(views[1:], positive_views[1:], args.alpha)  # Eq. 3
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                loss, keys, q, metrics = ddp(queries, fractions, views[:1] + positive_views[:1])  # Eq. 6
+                loss, keys, q, metrics = ddp(query_views, fractions, views[:1] + positive_views[:1])  # Eq. 6
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
