@@ -353,8 +353,8 @@ def mix_queries(query_views, partners, alpha):
     """Mix query views with those of positives (Eq. 3): return (list of mixed views, list of the images' fractions).
 
     query_views: list of (n, 3, H, W). partners: list of the positives' query views; if it is empty, nothing is mixed,
-    and the fractions are 0.5, which gives half the loss to each key (not in the paper). alpha: the fraction is drawn
-    from Beta(alpha, alpha) (section 3.2.2), once per batch of a process, as in CutMix's code. Copy it with cutmix.
+    and the fractions are 0.5: half the loss for each of two keys (not in the paper), no effect with one. alpha: they
+    are drawn from Beta(alpha, alpha) (3.2.2), once per batch of a process, as in CutMix's code. Copy it with cutmix.
     """
     if not partners:
         return query_views, [0.5] * len(query_views)
