@@ -244,14 +244,14 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
 def preferred_first(neighbors, preferred, count, generator=None):
     """Select `count` neighbors per row, the preferred ones first (App. A.2): (N, count) int64.
 
-    These are in random order. The others follow, nearest first. If k < count, all of them repeat.
+    The preferred ones are in random order. The others follow, nearest first. If k < count, all of them repeat.
 
     neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
     """
     k = neighbors.shape[1]
-    random = torch.rand(neighbors.shape, generator=generator).to(neighbors.device)  # below 1: before all ranks
-    rank = torch.arange(1, k + 1, device=neighbors.device)
-    order = torch.where(preferred, random, rank).argsort(1)
+    random = torch.rand(neighbors.shape, generator=generator).to(neighbors.device)  # in [0, 1)
+    rank = torch.arange(1, k + 1, device=neighbors.device)  # 1 for the nearest
+    order = torch.where(preferred, random, rank).argsort(1)  # so all preferred ones are before the others
     repeated = torch.arange(count, device=neighbors.device) % k
     return neighbors.gather(1, order[:, repeated])
 
