@@ -285,8 +285,8 @@ def random_members(assignment, count):
     for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # those of one cluster
         candidates = rows if len(rows) > 1 else everyone
         own_place = torch.searchsorted(candidates, rows)  # of each row among the candidates; both are in order
-        place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)
-        place += place >= own_place[:, None]  # from the row's own place on, so that it is never drawn
+        place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # among the others
+        place += place >= own_place[:, None]  # among all: those after the row itself are one place further
         table[rows] = candidates[place]
     return table
 
