@@ -410,7 +410,7 @@ class CLIM(nn.Module):
         q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
             views = [v2.functional.resize(view, [size, size]) for view in (query_views[0], *key_views)]
-            if size in self.sizes[:i]:  # D4
+            if size in self.sizes[:i]:  # Table 7's {224, 224}: else both would be the same image (D4)
                 views = [view.flip(-1) for view in views]
             q.append(self.query(views[0]))
             # Both keys are encoded together (not in the paper): a batch-norm group holds twice as many keys as queries
