@@ -227,18 +227,18 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
     origin, dtype = x[:1].double(), x.dtype
     x = x.double() - origin  # in float32, or far from 0, cdist confuses rows that are close to each other
 
-    def nearest(centers):
+    def assign(centers):
         return torch.cat([torch.cdist(rows, centers).argmin(1) for rows in x.split(1024)])
 
     centers = x[torch.randperm(len(x), generator=generator)[:num_clusters].to(x.device)]
     for _ in range(iterations):
-        assignment = nearest(centers)
+        assignment = assign(centers)
         count = assignment.bincount(minlength=len(centers))
         empty = torch.nonzero(count == 0).flatten()
         farthest = (x - centers[assignment]).square().sum(1).topk(len(empty)).indices
         centers = torch.zeros_like(centers).index_add_(0, assignment, x) / count.clamp_min(1)[:, None]
         centers[empty] = x[farthest]
-    return (centers + origin).to(dtype), nearest(centers)
+    return (centers + origin).to(dtype), assign(centers)
 
 
 def preferred_first(neighbors, preferred, count, generator=None):
