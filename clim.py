@@ -205,7 +205,7 @@ def nearest_neighbors(x, k, rows=None):
 
     x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A single row is its own neighbor.
     """
-    x = x.double() - x[:1].double()  # in float32, or far from 0, cdist confuses rows that are close to each other
+    x = x.double() - x[:1].double()  # cdist expands |a - b|^2: in float32, or far from 0, it cancels for close rows
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(128):  # on ImageNet 1.3 GB of distances
@@ -225,7 +225,7 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
     the paper; faiss's is 25. generator: a torch CPU generator; None: torch's global one.
     """
     origin, dtype = x[:1].double(), x.dtype
-    x = x.double() - origin  # in float32, or far from 0, cdist confuses rows that are close to each other
+    x = x.double() - origin  # as in nearest_neighbors
 
     def assign(centers):
         return torch.cat([torch.cdist(rows, centers).argmin(1) for rows in x.split(1024)])
