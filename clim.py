@@ -514,8 +514,8 @@ def main(args, train=None, test=None):
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
     crop = v2.RandomResizedCrop(args.image_size[0], args.crop_scale)
     local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
-    transforms = [v2.Compose([crop, key_and_query])] if args.same_crop else [crop, crop]  # a key and a query view (D5)
-    transforms += [local_crop] * args.local_crops
+    transforms = [v2.Compose([crop, key_and_query])] if args.same_crop else [crop, crop]  # D5; the key's is first
+    transforms += [local_crop] * args.local_crops  # so views[1:] are the queries'
     positive_transforms = transforms if args.mix == "cutmix" else [crop]  # without mixing, only a key view
     positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)  # none yet
     images = ImageAndPositive(train, transforms, positive_transforms, positives)
