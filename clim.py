@@ -325,13 +325,13 @@ class ImageAndPositive(common.Views):
 
     def __init__(self, images, transforms, positive_transforms, positives):
         super().__init__(images, transforms)
-        self.positive_views, self.positives = common.Views(images, positive_transforms), positives
+        self.positive_dataset, self.positives = common.Views(images, positive_transforms), positives
 
     def __getitem__(self, index):
         views, label = super().__getitem__(index)
         column = torch.randint(self.positives.shape[1], ())  # a random one in each epoch (not in the paper)
         positive = self.positives[index, column].item()
-        return (views, self.positive_views[positive][0] if positive >= 0 else []), label
+        return (views, self.positive_dataset[positive][0] if positive >= 0 else []), label
 
 
 def key_and_query(view):
