@@ -283,9 +283,9 @@ class JointCrop(v2.RandomResizedCrop):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
         image_height, image_width = v2.functional.get_size(image)
         _, _, height, width = box = self.get_params(image, scale, self.ratio)
-        highest = min(image_height, round(image_width / self.ratio[0]))
-        widest = min(image_width, round(image_height * self.ratio[1]))
-        center = (image_height - highest) // 2, (image_width - widest) // 2, highest, widest
+        max_height = min(image_height, round(image_width / self.ratio[0]))
+        max_width = min(image_width, round(image_height * self.ratio[1]))
+        center = (image_height - max_height) // 2, (image_width - max_width) // 2, max_height, max_width
         if box == center:  # `get_params` returns it if no aspect ratio fits, and rarely by chance
             box = (0, 0, image_height, image_width) if self.whole else center
         elif self.css_alpha != 1:
