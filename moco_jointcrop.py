@@ -253,8 +253,8 @@ class JointCrop(v2.RandomResizedCrop):
 
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
     these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
-    whole: if none of ten aspect ratios fits, take the whole image, not a center crop (D2). All ten have the same area
-    (torchvision redraws it), so none fits for 40% of the crops of a 640 x 320 image with areas from 0.2.
+    whole: if no crop fits into the image, take all of it, not a center crop (D2). torchvision tries ten aspect ratios,
+    each with a new area. Here all have one area: none fits for 40% of the crops of 640 x 320 px with areas from 0.2.
 
     This does the same without the class, with torchvision.transforms.RandomResizedCrop, and with resized_crop and
     gaussian_blur from torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:
@@ -277,7 +277,7 @@ class JointCrop(v2.RandomResizedCrop):
             return [self.crop(image, self.scale) for _ in range(2)]
         u, v = torch.rand(2, dtype=torch.float64).tolist()
         areas = joint_from_uniform(u, v, *self.scale, self.beta, self.offset)
-        return [self.crop(image, (area, area)) for area in areas]
+        return [self.crop(image, (area, area)) for area in areas]  # a range of one area
 
     def crop(self, image, scale):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
