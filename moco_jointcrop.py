@@ -415,7 +415,7 @@ class MoCoV3(MoCoBase):
 
     def __init__(self, backbone, width, hidden=4096, dim=256, temperature=1.0):
         super().__init__(backbone, mlp(width, hidden, dim).append(nn.BatchNorm1d(dim, affine=False)), temperature)
-        self.predictor = mlp(dim, hidden, dim)  # D7
+        self.predictor = mlp(dim, hidden, dim)  # for ViTs MoCo v3 has a batch norm at its end (D7)
 
     def query(self, x):
         """Return the queries of images: (n, 3, H, W) -> (n, dim), not normalized, in the dtype of x."""
@@ -429,7 +429,7 @@ class MoCoV3(MoCoBase):
         with torch.autocast(q1.device.type, enabled=False):  # the loss is computed in float32
             pairs = [(q1, k2), (q2, k1)] + [(q, k) for q in q_local for k in (k1, k2)]  # of local crops: App. D
             losses = [contrast(q, k, self.temperature, first) for q, k in pairs]
-            loss = 2 * sum(losses) / len(losses)
+            loss = 2 * sum(losses) / len(losses)  # without local crops the sum of two terms
         return loss, None, q1.detach(), dict(loss=loss.detach())
 
 
