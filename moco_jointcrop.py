@@ -315,7 +315,7 @@ class JointViews(common.Views):
             joint_crop = torch.rand(()).item() < self.probability
             joint_blur = not joint_crop
         crops = crop(image, joint=joint_crop and self.pair != "local")  # App. D
-        for _ in range(0, self.local_crops, 2):  # local crops 1 and 2, 3 and 4, ...
+        for _ in range(0, self.local_crops, 2):  # 1 and 2, 3 and 4, ...; of an odd number, one is too many
             crops += local_crop(image, joint=joint_crop and self.pair != "global")
         return [common.to_tensor(x) for x in crops[: 2 + self.local_crops]], joint_blur
 
