@@ -166,7 +166,7 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
         positive = affinity(a + noise[0], b + noise[1])
         negative = affinity(a, b.roll(1, 0))
         return F.softplus(negative).mean() - F.softplus(positive).mean()  # -Eq. 4
-    if form == "logistic":
+    if form == "logistic":  # softplus(-x) and softplus(x) are the cross-entropy of a logit x with the targets 1 and 0
         positive = F.softplus(-affinity(a + noise[0], b + noise[1])) + F.softplus(-affinity(b + noise[0], a + noise[1]))
         negative = F.softplus(affinity(a, b.roll(1, 0))) + F.softplus(affinity(b, a.roll(1, 0)))
         return (positive + negative).mean() / 2
