@@ -243,7 +243,7 @@ class GatherWithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return shard(gather(gradient[None]).sum(0))  # of the sum over the processes
+        return shard(gather(gradient[None]).sum(0))  # (processes, N, C), their sum (N, C), this process's rows of it
 
 
 # ---------------------------------------- InfoNCE with a queue (shared block)
