@@ -368,7 +368,7 @@ class SimSiam(nn.Module):
         projector = layer(width, dim)
         for _ in range(layers - 1):
             projector += layer(dim, dim)
-        projector[-2:] = [nn.BatchNorm1d(dim, affine=False)]  # the last one has no weights, and no ReLU
+        projector[-2:] = [nn.BatchNorm1d(dim, affine=False)]  # the last layer: a batch norm without weights, no ReLU
         self.backbone, self.projector = backbone, nn.Sequential(*projector)
         self.predictor = nn.Sequential(*layer(dim, hidden), nn.Linear(hidden, dim))
         self.global_pairs, self.local_pairs = pairs
