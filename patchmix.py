@@ -402,8 +402,8 @@ def main(args, train=None, test=None):
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     terms = chosen_terms(args)
     mixes = args.num_mix > 1 and set(terms) != {"oto"}
-    parts = (args.mix_slices, "--mix-slices", args.num_mix) if mixes else ()  # D7
-    slices = common.split_batch(args.batch_size, len(train), world, *parts)
+    ring = dict(parts=args.mix_slices, flag="--mix-slices", smallest=args.num_mix) if mixes else {}  # D7
+    slices = common.split_batch(args.batch_size, len(train), world, **ring)  # per process
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
     bicubic = v2.InterpolationMode.BICUBIC  # as released
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale, interpolation=bicubic)
