@@ -434,7 +434,7 @@ def main(args, train=None, test=None):
     if world > 1 and device.type == "cuda":  # torch synchronizes batch norm on GPUs only
         model = timm.layers.convert_sync_batchnorm(model)
     model.to(device)
-    optimizer = torch.optim.AdamW(param_groups_weight_decay(model), lr=0.0, fused=True)
+    optimizer = torch.optim.AdamW(param_groups_weight_decay(model), lr=0.0, fused=True)  # 0: biases, norms; 1: weights
 
     # The run
     amp = common.use_bf16(args.amp, device)
