@@ -150,7 +150,7 @@ def recipe(args):
             values["key_encoder"] = "query"  # D4
         if args.dataset == "imagenet":
             values["local_crops"] = 8  # D6
-            if args.local_crops != 0:
+            if args.local_crops != 0:  # if None, these 8
                 values["crop_scale"] = [0.35, 1.0]
     return values
 
@@ -341,7 +341,7 @@ class PatchMix(nn.Module):
         mixing = self.num_mix, self.patch_size, self.slices
         x1_mixed = mix_batch(x1, *mixing) if mto or mtm else None  # line 5
         x2_mixed = mix_batch(x2, *mixing) if mtm else None  # line 6
-        first = len(x1) * dist.get_rank() if dist.is_initialized() else 0
+        first = len(x1) * dist.get_rank() if dist.is_initialized() else 0  # the row of this process's first key
         targets = batch_targets(len(x1), self.num_mix, self.slices, first)  # lines 5 to 7
         h2 = self.query(x2) if oto else None  # line 8
         h1_mixed = self.query(x1_mixed) if mto or mtm else None
