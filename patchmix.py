@@ -280,8 +280,8 @@ def batch_targets(n, num_mix, slices, first=0):
     )
 
 
-def mlp(*widths):
-    """Make a head of Table 9: Linear, batch norm and ReLU per layer; the last norm has no ReLU and no parameters.
+def head(*widths):
+    """Return a head of Table 9: Linear, batch norm and ReLU per layer; the last norm has no ReLU and no parameters.
 
     widths: the sizes of the input, of each hidden layer and of the output. Without biases, as in the released code.
     """
@@ -294,7 +294,7 @@ def mlp(*widths):
 class PatchMix(nn.Module):
     """Encoder F, projector G, predictor H, and the momentum encoder: slow copies of F and G (Algorithm 2).
 
-    Copy it with TERMS, mlp, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix, gather.
+    Copy it with TERMS, head, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix, gather.
     On several GPUs convert it by timm.layers.convert_sync_batchnorm, and wrap it in DistributedDataParallel.
 
     backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. num_mix, patch_size, slices: see `mix_batch`.
@@ -308,8 +308,8 @@ class PatchMix(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.backbone = backbone  # line 1
-        self.projector = mlp(width, hidden, hidden, dim)
-        self.predictor = mlp(dim, hidden, dim)
+        self.projector = head(width, hidden, hidden, dim)
+        self.predictor = head(dim, hidden, dim)
         self.momentum_backbone, self.momentum_projector = self.backbone, self.projector  # the same modules: D4
         if key_encoder == "momentum":  # line 2
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
