@@ -127,7 +127,7 @@ def jcl_loss(q, k, queue, temperature, lam):
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    if k.dim() != 3 or k.shape[::2] != q.shape or k.shape[1] == 0 or queue.shape[1:] != q.shape[1:]:
+    if k.dim() != 3 or (len(k), k.shape[2]) != q.shape or k.shape[1] == 0 or queue.shape[1:] != q.shape[1:]:
         shapes = [tuple(x.shape) for x in (q, k, queue)]
         raise ValueError(f"jcl_loss takes q (N, C), k (N, M', C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
