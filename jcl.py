@@ -131,10 +131,10 @@ def jcl_loss(q, k, queue, temperature, lam):
         shapes = [tuple(x.shape) for x in (q, k, queue)]
         raise ValueError(f"jcl_loss takes q (N, C), k (N, M', C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
-    projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / tau
-    mean = projections.mean(1, keepdim=True)  # q.mu / tau: Algorithm 1, line 7
-    # q^T Sigma q / tau^2 is the variance of the M' projections, so no C x C matrix is needed: Algorithm 1, lines 8, 9
-    variance = (projections - mean).square().mean(1, keepdim=True)
+    logits = (q[:, None] * k).sum(2) / temperature  # q.k_m / tau
+    mean = logits.mean(1, keepdim=True)  # q.mu / tau, so mu itself is not needed: Algorithm 1, line 7
+    # q^T Sigma q / tau^2 is the variance of the M' logits, so no C x C matrix is needed: Algorithm 1, lines 8, 9
+    variance = (logits - mean).square().mean(1, keepdim=True)
     positive = mean + lam / 2 * variance  # the first exponent of Eq. 8
     negatives = (q / temperature) @ queue.T
     loss = torch.cat([positive, negatives], dim=1).logsumexp(1, keepdim=True) - mean  # Eq. 8
