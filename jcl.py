@@ -322,13 +322,13 @@ def main(args, train=None, test=None):
                 group["lr"] = lr
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                loss, keys, q, metrics = ddp(views, lam)  # Algorithm 1, lines 5 to 10
+                loss, mean_keys, q, metrics = ddp(views, lam)  # Algorithm 1, lines 5 to 10
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()  # line 12
             model.update(cosine(*args.momentum, now / args.epochs))
-            model.queue.enqueue(keys)  # line 13
+            model.queue.enqueue(mean_keys)  # line 13
             meter.update(metrics | dict(grad_norm=grad_norm))
 
         if world > 1:
