@@ -208,8 +208,8 @@ class JCL(nn.Module):
     def forward(self, views, lam):
         """Return (loss, mean keys to enqueue (N, dim), queries (n, dim), {name: metric}): Algorithm 1, lines 5 to 10.
 
-        views: this process's query view and M' key views, each (n, 3, H, W), normalized. lam: lambda. The mean keys
-        are those of all processes. Only the loss has a gradient, which reaches the query encoder only.
+        views: this process's query view and M' key views, each (n, 3, H, W), normalized. lam: lambda. n images are of
+        this process, N of all processes. Only the loss has a gradient, which reaches the query encoder only.
         """
         q = self.query(views[0])  # line 5
         keys = encode_shuffled_keys(self.key, views[1:])  # line 6: (M', N, dim)
