@@ -325,17 +325,17 @@ class MoCo(nn.Module):
         """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
-    def forward(self, views, local=None):
+    def forward(self, views, local_z=None):
         """Return (loss, keys to enqueue (N or 2N, dim), queries (n, dim), {name: metric}): L_gg and L_lg.
 
-        views: this process's two global views, then its local views, each (n, 3, H, W), normalized. local: list of the
-        local views' projections, if they are already computed. The keys are the global views', of all processes; the
+        views: this process's two global views, then its local views, each (n, 3, H, W), normalized. local_z: list of
+        the local views' projections, if already computed. The keys are the global views', of all processes; the
         queries are view 0's. Only the loss has a gradient, which reaches the query encoder only.
         """
         pairs = self.global_pairs + self.local_pairs  # view i is a query, and view j is its key
         q = {}
         for i in sorted({i for i, _ in pairs}):
-            z = local[i - 2] if local and i > 1 else self.project(views[i])
+            z = local_z[i - 2] if local_z and i > 1 else self.project(views[i])
             q[i] = F.normalize(z, dim=1)
         keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted({j for _, j in pairs})}  # (N, dim)
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
@@ -378,12 +378,12 @@ class SimSiam(nn.Module):
         """Return the projections of images: (n, 3, H, W) -> (n, dim), in the dtype of x."""
         return self.projector(self.backbone(x)).to(x.dtype)
 
-    def forward(self, views, local=None):
+    def forward(self, views, local_z=None):
         """Return (loss, None, view 0's projections (n, dim), {name: metric}), see `MoCo.forward`; there are no keys.
 
         The prediction of view i is pulled toward the projection of view j, which is a constant.
         """
-        z = [self.project(view) for view in views[:2]] + (local or [self.project(view) for view in views[2:]])
+        z = [self.project(view) for view in views[:2]] + (local_z or [self.project(view) for view in views[2:]])
         p = [self.predictor(x).to(x.dtype) for x in z]
         with torch.autocast(z[0].device.type, enabled=False):  # the loss is computed in float32
             l_gg = [-F.cosine_similarity(p[i], z[j].detach(), dim=1).mean() for i, j in self.global_pairs]
@@ -513,11 +513,11 @@ def main(args, train=None, test=None):
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
 
             # Algorithm 1. Each process draws its own noise; `descend` averages the gradients
-            local = None  # the local views' projections
+            local_z = None  # the local views' projections
             if l2l:
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                    local = [model.project(view) for view in views[2:]]
-                local1, local2 = (GatherWithGradient.apply(F.normalize(x, dim=1)) for x in local)  # (N, dim)
+                    local_z = [model.project(view) for view in views[2:]]
+                local1, local2 = (GatherWithGradient.apply(F.normalize(z, dim=1)) for z in local_z)  # (N, dim)
                 scale = 0.3 / args.dim**0.5  # released
                 noise = None if linear else scale * torch.randn(2, *local1.shape, device=device)
                 ranking_loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
@@ -525,9 +525,9 @@ def main(args, train=None, test=None):
                 l_ll = local_dissimilarity(affinity, local1, local2)  # by the new affinity
             if l2l == "clip":  # D1
                 descend(l2l_optimizer, l_ll, args.clip_ratio * previous_norm)  # update the encoder by L_ll
-                local = None  # the encoder has changed: project the local views again
+                local_z = None  # the encoder has changed: project the local views again
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                loss, keys, q, metrics = ddp(views, local)  # L_gg and L_lg
+                loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
             if l2l == "lambda":  # D1
                 loss = loss + args.lam * l_ll  # Eq. 9; in a mean of six terms lambda weighs more
             if l2l:
