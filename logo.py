@@ -174,7 +174,7 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
 
 
 def local_dissimilarity(affinity, local1, local2):
-    """Return L_ll, which the encoder minimizes: the mean softplus of the scores of two local crops of one image.
+    """Return L_ll, the mean softplus of the scores of two local crops of one image: low if they are dissimilar.
 
     affinity: a module, (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. Gradients reach local1 and
     local2 only; the affinity's parameters are constants, but in training mode its running statistics change.
