@@ -57,7 +57,7 @@ def parse_args(argv=None):
     add("--pairs", choices=("logo", "all"), default="logo", help="all: contrast every pair of crops (4-crop, D14)")
     add("--local-crops", type=int, choices=(0, 2), default=2, help="local crops per image; 0: MoCo or SimSiam alone")
     add("--one-way", action="store_true", help="one query per image, as in MoCo v2; with --local-crops 0")
-    add("--l2l", action=argparse.BooleanOptionalAction, default=True, help="push local crops apart, by L_ll")
+    add("--l2l", action=argparse.BooleanOptionalAction, default=True, help="push local crops apart, by L_ll, or L2L")
     add("--l2l-weighting", choices=("clip", "lambda"), default="clip", help="L_ll as a clipped step, or a term (D1)")
     add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, relative to the last gradient norm (D1)")
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
@@ -477,7 +477,7 @@ def main(args, train=None, test=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, **sgd)
 
     # LoGo
-    l2l = args.l2l_weighting if args.l2l else None  # D1
+    weighting = args.l2l_weighting if args.l2l else None  # "clip" or "lambda" (D1); None: there is no L_ll
     peak_lr = args.lr * args.batch_size / 256
     affinity = Affinity(args.dim).to(device)
     linear = args.affinity_form == "linear"
@@ -514,7 +514,7 @@ def main(args, train=None, test=None):
 
             # Algorithm 1. Each process draws its own noise; `descend` averages the gradients
             local_z = None  # the local views' projections
-            if l2l:
+            if weighting:
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                     local_z = [model.project(view) for view in views[2:]]
                 local1, local2 = (GatherWithGradient.apply(F.normalize(z, dim=1)) for z in local_z)  # (N, dim)
@@ -523,14 +523,14 @@ def main(args, train=None, test=None):
                 ranking_loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
                 descend(affinity_optimizer, ranking_loss)  # update the affinity (Eq. 6)
                 l_ll = local_dissimilarity(affinity, local1, local2)  # by the new affinity
-            if l2l == "clip":  # D1
+            if weighting == "clip":  # D1
                 descend(l2l_optimizer, l_ll, args.clip_ratio * previous_norm)  # update the encoder by L_ll
                 local_z = None  # the encoder has changed: project the local views again
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
-            if l2l == "lambda":  # D1
+            if weighting == "lambda":  # D1
                 loss = loss + args.lam * l_ll  # Eq. 9; in a mean of six terms lambda weighs more
-            if l2l:
+            if weighting:
                 metrics |= dict(loss=loss, affinity_loss=ranking_loss, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()
