@@ -520,8 +520,8 @@ def main(args, train=None, test=None):
                 local1, local2 = (GatherWithGradient.apply(F.normalize(z, dim=1)) for z in local_z)  # (N, dim)
                 scale = 0.3 / args.dim**0.5  # released
                 noise = None if linear else scale * torch.randn(2, *local1.shape, device=device)
-                ranking_loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
-                descend(affinity_optimizer, ranking_loss)  # update the affinity (Eq. 6)
+                loss_of_affinity = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
+                descend(affinity_optimizer, loss_of_affinity)  # update the affinity (Eq. 6)
                 l_ll = local_dissimilarity(affinity, local1, local2)  # by the new affinity
             if weighting == "clip":  # D1
                 descend(l2l_optimizer, l_ll, args.clip_ratio * previous_norm)  # update the encoder by L_ll
@@ -531,7 +531,7 @@ def main(args, train=None, test=None):
             if weighting == "lambda":  # D1
                 loss = loss + args.lam * l_ll  # Eq. 9; in a mean of six terms lambda weighs more
             if weighting:
-                metrics |= dict(loss=loss, affinity_loss=ranking_loss, dissimilarity=l_ll)
+                metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
