@@ -529,7 +529,7 @@ def main(args, train=None, test=None):
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
             if weighting == "lambda":  # D1
-                loss = loss + args.lam * l_ll  # Eq. 9; in a mean of six terms lambda weighs more
+                loss = loss + args.lam * l_ll  # Eq. 9; if the loss is a mean of six terms (D1), lambda weighs more
             if weighting:
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
