@@ -59,7 +59,6 @@ ARMS = {  # name: (how tables call it, its script with flags)
     "clim-no-warmup": ("CLIM, no warmup", "clim.py --warmup 0"),
     "clim-imagenet100": ("CLIM, recipe of ImageNet-100", f"clim.py --dataset imagenet100 {SMALL_VIEWS}"),
 }
-PUBLISHED = 82.6  # kNN of MoCo's demo after 200 epochs, with k 200 and a temperature of 0.1
 SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
 COMPILED = {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
 # Some 22,000 images/s in all, by four trainings at once on one H200: 40 epochs of four of MoCo's take six minutes
