@@ -51,7 +51,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser("clim.py", description=__doc__.splitlines()[0])
 
     add = parser.add_argument_group("loss").add_argument
-    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: each key has half the loss (Table 6)")
+    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing, half the loss per key (Table 6)")
     add("--alpha", type=common.positive_float, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
     add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
@@ -446,10 +446,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys with those of all processes (N, dim). Call it after backward, which needs the old."""
+        """Replace the oldest keys with those of all processes, (N, dim), after backward, which uses the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # of too many keys, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if n > length, the last
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -541,7 +541,7 @@ def main(args, train=None, test=None):
         common.load_weights(backbone, args.init, args.init_prefix)
     negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
     model = CLIM(backbone, width, args.image_size, args.dim, negatives, args.temperature)
-    model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on so many GPUs, for ShuffleBN
+    model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on that many GPUs, for ShuffleBN
     model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
 
@@ -559,7 +559,7 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # queues stay equal; batch norms are averaged below (torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # queues stay equal without it (set here, because torch 2.13 renames the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)

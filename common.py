@@ -702,7 +702,7 @@ def load_weights(encoder, path, prefix=""):
         what = "; ".join(line.strip()[:100] for line in str(error).splitlines()[1:4])
         names = [name for name, _ in encoder.named_parameters()]
         prefixes = {name.removesuffix(names[0]) for name in found if name.endswith(names[0])}
-        prefixes = sorted(repr(prefix) for prefix in prefixes if prefix + names[-1] in found)
+        prefixes = sorted(repr(other) for other in prefixes - {prefix} if other + names[-1] in found)
         has = f"it has encoders with the prefixes {', '.join(prefixes)}" if prefixes else f"it has {[*found][:3]}"
         if "size mismatch for conv1.weight" in str(error):
             has += "; ResNets have a 3 x 3 stem for images of up to 64 px (--image-size)"
@@ -810,6 +810,8 @@ def open_encoder(args):
     saved = load_checkpoint(args.checkpoint)
     if "timm_name" in saved.get("backbone", saved):  # it has its own heads, mean and interpolation
         raise UsageError(f"--arch is for third-party files: leave it out for {args.checkpoint}")
+    if args.patch_size is not None and not is_vit(args.arch):
+        raise UsageError("--patch-size has no effect without a ViT (--arch)")
     prefix = given.pop("prefix", "")
     info = backbone_info(args.arch, **dict(image_size=224) | given)
     backbone = build_backbone(info)
@@ -1290,8 +1292,8 @@ def save_run(out, config, info, state, records, keep_every=0):
     writes nothing, if a tensor of the state is not finite.
     """
     state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in state.items()}
-    if not all(x.isfinite().all() for x in tensors_by_name(state).values()):
-        raise FloatingPointError(f"a weight is not finite, so nothing was written to {out}: pass a lower --lr")
+    if bad := [name for name, x in tensors_by_name(state).items() if not x.isfinite().all()]:
+        raise FloatingPointError(f"{bad[0]} is not finite, so nothing was written to {out}: pass a lower --lr")
     last = state | dict(config=config, records=records, processes=rank_and_world()[1])
     if info is not None:
         last["backbone"] = info

@@ -62,7 +62,7 @@ import common
 # [P]: printed in the paper. [C]: from its released code, or from code that it builds on, which is named. [I]: inferred.
 # fmt: off
 PROBE = dict(epochs=50, batch_size=256, lrs=None, holdout=0.1)  # not from a paper
-# LoGo, supplement 3: L2, metrics [P]; its grid: BYOL's, SimCLR's [I]
+# LoGo, supplement: L2 (section 3), metrics (Table 1) [P]; its grid: BYOL's, SimCLR's [I]
 LBFGS = dict(batch_size=256, strengths=[10 ** (i / 4) for i in range(-24, 21)], holdout=0.1, metric="top1")
 MOCO = dict(  # JCL, 4.2 [P]. CLIM, 4.1: learning rate and milestones [P], the rest as MoCo [I]
     epochs=100, batch_size=256, lr=30.0, milestones=[0.6, 0.8], min_lr=0.0, warmup=0.0, warmup_lr=0.0,
@@ -131,7 +131,7 @@ def parse_args(argv=None):
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
     add("--milestones", type=common.fraction, nargs="*", help="fractions at which --lr is divided by 10; none: cosine")
     add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most a quarter of --epochs")
-    add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
+    add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases, norms and tokens")
     add("--pad", type=common.nonnegative_int, help="padding of RandomCrop, in pixels; 0: RandomResizedCrop")
     add("--randaug", type=int, choices=range(11), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
     add("--erase", type=common.fraction, help="probability of random erasing")
@@ -547,6 +547,10 @@ def train_protocol(args, device, encoder, info, train, test):
     if args.finetune and args.drop_path:
         encoder = common.build_backbone(info, drop_path_rate=args.drop_path)
         encoder.load_state_dict(weights)
+    elif args.finetune:
+        for module in encoder.modules():
+            if isinstance(module, timm.layers.DropPath):  # timm's default is not 0 in all encoders
+                module.drop_prob = 0.0
     width = common.feature_width(encoder, info["image_size"])
     model = Classifier(encoder.requires_grad_(args.finetune), width, num_classes)
     if args.finetune or args.protocol != "patchmix":  # PatchMix's released code leaves it as torch initializes it

@@ -245,10 +245,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys with those of all processes (N, dim). Call it after backward, which needs the old."""
+        """Replace the oldest keys with those of all processes, (N, dim), after backward, which uses the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # of too many keys, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if n > length, the last
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -293,7 +293,7 @@ def main(args, train=None, test=None):
         common.load_weights(backbone, args.init, args.init_prefix)
     negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
     model = JCL(backbone, width, args.dim, negatives, args.temperature, args.vanilla)
-    model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on so many GPUs, for ShuffleBN
+    model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on that many GPUs, for ShuffleBN
     model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
 
@@ -308,7 +308,7 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # queues stay equal; batch norms are averaged below (torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # queues stay equal without it (set here, because torch 2.13 renames the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)

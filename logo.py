@@ -57,7 +57,7 @@ def parse_args(argv=None):
     add("--pairs", choices=("logo", "all"), default="logo", help="all: contrast every pair of crops (4-crop, D14)")
     add("--local-crops", type=int, choices=(0, 2), default=2, help="local crops per image; 0: MoCo or SimSiam alone")
     add("--one-way", action="store_true", help="one query per image, as in MoCo v2; with --local-crops 0")
-    add("--l2l", action=argparse.BooleanOptionalAction, default=True, help="push local crops apart, by L_ll, or L2L")
+    add("--l2l", action=argparse.BooleanOptionalAction, default=True, help="push local crops apart, by L_ll (L2L)")
     add("--l2l-weighting", choices=("clip", "lambda"), default="clip", help="L_ll as a clipped step, or a term (D1)")
     add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, relative to the last gradient norm (D1)")
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
@@ -87,7 +87,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 9)")
+    add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 8)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area range of local crops (D7)")
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: views 1, 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
@@ -405,10 +405,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys with those of all processes (N, dim). Call it after backward, which needs the old."""
+        """Replace the oldest keys with those of all processes, (N, dim), after backward, which uses the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # of too many keys, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if n > length, the last
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -468,7 +468,7 @@ def main(args, train=None, test=None):
     else:
         negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
         model = MoCo(backbone, width, pairs, args.dim, negatives, args.temperature, reduction)
-        model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on so many GPUs, for ShuffleBN
+        model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on that many GPUs, for ShuffleBN
         global_terms, local_terms = ([math.log(negatives + 1)] * len(part) for part in pairs)
         uniform = combine(global_terms, local_terms, reduction)
         derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, batch_norm_groups=groups * world)
@@ -499,7 +499,7 @@ def main(args, train=None, test=None):
         if not simsiam:
             model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # queues stay equal; batch norms are averaged below (torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # queues stay equal without it (set here, because torch 2.13 renames the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
@@ -643,10 +643,11 @@ def convert_split_batchnorm(module, groups):
 
 # ============ 7. differences between the paper, the released code and this file
 
-# D1 Terms and weights, all that `--variant` changes. Paper: the affinity's objective is linear, so it is unbounded;
-#    L_lg is the sum of its four terms, so the loss is five times as large; and lambda L_ll is a term of the loss.
-#    Released: the objective is logistic, so it is bounded; the loss is the mean of the six terms; and L_ll has a step
-#    of its own without lambda, clipped to 1.5% of the last gradient's norm. On SimSiam both variants use lambda.
+# D1 Terms and weights, all that `--variant` changes. Paper: the affinity's objective is linear, so it is unbounded (it
+#    has one order of a pair and no noise, and a learning rate of 1e-4, which is erceguder/LoGo's); L_lg is the sum of
+#    its four terms, so the loss is five times as large; and lambda L_ll is a term of the loss. Released: the objective
+#    is logistic, so it is bounded; the loss is the mean of the six terms; and L_ll has a step of its own without
+#    lambda, clipped to 1.5% of the last gradient's norm. On SimSiam both variants use lambda.
 # D2 Updates of the momentum encoder. Here: one per step. Released: two, one per forward pass.
 # D3 Weight decay. Here: once per step. Released: twice, in both optimizers of the encoder.
 # D4 The norm for the clip. Here: kept between epochs. Released: 0 before an epoch, so its first step lacks L_ll.
@@ -671,8 +672,9 @@ def convert_split_batchnorm(module, groups):
 # Inference: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as other papers quote it. lambda on
 # MoCo is inferred, too. The repository erceguder/LoGo is unofficial.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
-# batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
-# crops. In our runs (tests/results) it ranks all pairs of such batches correctly, but in mixed ones only 60 to 62%.
+# batches, and only the former have noise (not with `--variant paper`). So it can tell them apart by batch statistics or
+# noise, without comparing the crops. In our runs (tests/results) it ranks all pairs of such batches correctly, but in
+# mixed ones only 60 to 62%.
 # Omitted: SwAV (supplement, Tables 4 and 5), the SVM on VOC after training on COCO (Table 7), and Fig. 2 (affinity).
 
 

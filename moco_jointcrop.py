@@ -122,7 +122,7 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    imagenet100=dict(arch="resnet18", queue=16384),  # not in the paper
+    imagenet100=dict(arch="resnet18", queue=16384),  # our choice
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth of the images
 )  # fmt: skip
@@ -132,7 +132,7 @@ V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
     queue=None, bn_groups=None,  # it has neither
 )  # fmt: skip
-V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # not in the paper, as the next
+V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # our choice, as the next
 V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 
 
@@ -452,10 +452,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys with those of all processes (N, dim). Call it after backward, which needs the old."""
+        """Replace the oldest keys with those of all processes, (N, dim), after backward, which uses the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # of too many keys, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if n > length, the last
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -524,7 +524,7 @@ def main(args, train=None, test=None):
         model = MoCo(backbone, width, 1 if args.moco == "v1" else 2, args.dim, negatives, args.temperature)
     synchronize = v3 and world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only
     model = timm.layers.convert_sync_batchnorm(model) if synchronize else model
-    model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on so many GPUs, for ShuffleBN
+    model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on that many GPUs, for ShuffleBN
     model.to(device, memory_format=torch.channels_last)
     sgd = dict(lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
     optimizer = lars(model, args.weight_decay) if v3 else torch.optim.SGD(model.parameters(), **sgd)
@@ -541,7 +541,7 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # queues stay equal; batch norms are averaged below (torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # queues stay equal without it (set here, because torch 2.13 renames the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
@@ -683,14 +683,16 @@ def convert_split_batchnorm(module, groups):
 # D8 MoCo v1's learning rate from 60% of the epochs. ContrastiveCrop's file: 0. Here: a tenth; from 80%, a hundredth.
 # D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (not in the paper): local crops are queries only, and are blurred
 #    as the query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views
-#    (v3). The loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
+#    (v3), but not with another local crop, although two of them are a local pair (our reading). The loss is the mean
+#    over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
 #    `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --local-size 96 --joint-pair local` (or global).
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inference: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our
 # choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw decides for both views
 # (MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there). The second
-# parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. MoCo v1's views
-# and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets) are ContrastiveCrop's.
+# parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. The views,
+# encoder, epochs and learning rate of MoCo v1, and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets), are
+# ContrastiveCrop's.
 # Omitted: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines in JointCrop's
 # docstring; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
 

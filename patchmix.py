@@ -20,8 +20,8 @@ keys of the batch. The loss is the sum of three contrasts: mto, mtm and oto. Onl
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is `--num-mix 1 --terms oto,mto`. It is MoCo v3, but with PatchMix's heads and drop path, a trained patch
-projection and trained positions, and without the factor 2 tau. PatchMix changes three things:
+The baseline is `--num-mix 1 --terms oto,mto`. It is MoCo v3, but with PatchMix's drop path, a trained patch projection
+and trained positions, and without the factor 2 tau. PatchMix changes three things:
     queries of both views                ->  queries of one view are of mixed images    (PatchMix.forward)
     L(q2, k1) + L(q1, k2)                ->  oto + mto + mtm, with mixed keys           (PatchMix.forward)
     InfoNCE with one positive per query  ->  M, or 2M - 1, positives with weights       (mix_targets, soft_info_nce)
@@ -402,8 +402,8 @@ def main(args, train=None, test=None):
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     terms = chosen_terms(args)
     mixes = args.num_mix > 1 and set(terms) != {"oto"}
-    ring = dict(parts=args.mix_slices, flag="--mix-slices", smallest=args.num_mix) if mixes else {}  # D7
-    slices = common.split_batch(args.batch_size, len(train), world, **ring)  # per process
+    split = dict(parts=args.mix_slices, flag="--mix-slices", smallest=args.num_mix) if mixes else {}  # D7
+    slices = common.split_batch(args.batch_size, len(train), world, **split)  # per process
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
     bicubic = v2.InterpolationMode.BICUBIC  # as released
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale, interpolation=bicubic)
@@ -450,7 +450,7 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # batch norms are averaged below (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # of batch norm (set here, because torch 2.13 renames the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)

@@ -50,9 +50,9 @@ def test_a_write_that_fails_is_one_line_and_costs_an_epoch(copies, capsys, momen
     assert_it_resumes("jcl", out, whole)
 
 
-@pytest.mark.parametrize("what, message", [("loss", "loss"), ("model", "weight"), ("optimizer", "weight")])
+@pytest.mark.parametrize("what", ["loss", "model", "optimizer"])
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
-def test_what_is_not_finite_is_never_saved(copies, monkeypatch, method, what, message):
+def test_what_is_not_finite_is_never_saved(copies, monkeypatch, method, what):
     """The last epoch that was saved stays: the loss is infinite, or one number after the epoch's last loss."""
     (out, whole), update, save_run = copies(method), common.Meter.update, common.save_run
     before = contents(out)
@@ -66,7 +66,7 @@ def test_what_is_not_finite_is_never_saved(copies, monkeypatch, method, what, me
         (numbers[-1] if what == "optimizer" else weight.data).view(-1)[0] = math.inf
         save_run(out, config, info, state, *more)
 
-    with monkeypatch.context() as patch, pytest.raises(FloatingPointError, match=f"{message} .*not finite"):
+    with monkeypatch.context() as patch, pytest.raises(FloatingPointError, match=rf"^{what}\b.* not finite"):
         if what == "loss":
             patch.setattr(common.Meter, "update", infinite)
         else:

@@ -200,6 +200,17 @@ def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
         torch.testing.assert_close(trained[name], model.state_dict()[name], rtol=1e-3, atol=1e-5)
 
 
+def test_drop_path_0_turns_off_the_encoders_own(places, tmp_path):
+    """timm's Swin, for example, has one."""
+    own = load(places["VIT"] / "backbone.pt")
+    own["create_kwargs"]["drop_path_rate"] = 0.5
+    torch.save(own, tmp_path / "own.pt")
+    flags = ["--dataset", "folder", "--data-dir", places["DATA"], "--finetune", "--drop-path", 0, *FAST]
+    for name, encoder in ("one", places["VIT"]), ("two", tmp_path / "own.pt"):
+        run(encoder, *flags, "--out", tmp_path / name)
+    assert unequal(*(load(tmp_path / name / "last.pt")["model"] for name in ("one", "two"))) == []
+
+
 @pytest.mark.parametrize("fraction, total, digest", [(0.01, 7, "98da8038"), (0.1, 20, "f0ac84f9")])
 def test_label_fractions_are_balanced_and_never_change(fraction, total, digest):
     labels = torch.arange(203) * 5 % 7

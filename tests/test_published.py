@@ -118,6 +118,7 @@ UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of th
     "another stem": (lambda state: state | {"conv1.weight": torch.ones(16, 3, 7, 7)}, {}, "3 x 3 stem"),
     "parts are missing": (lambda state: {"conv1.weight": state["conv1.weight"]}, {}, "Missing key"),
     "no known head": (lambda state: state | {"attn_pool.latent": torch.ones(3)}, {}, "attn_pool.latent"),
+    "no patches": (dict, dict(patch_size=8), "--patch-size has no effect"),
     "no third-party file": (dict, dict(encoder="momentum"), "--encoder"),
     "no such tag": (dict, dict(arch="resnet50.foo"), "--arch resnet50.foo"),
     "another token": (lambda _: {"pos_embed": torch.ones(1, 38, 192)}, dict(arch="vit_tiny"), "mismatch for pos_embed"),
