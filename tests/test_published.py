@@ -107,7 +107,7 @@ def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     else:
         theirs.reset_classifier(0)
     known = timm.get_pretrained_cfg(name)  # of the weights that are timm's default
-    how = dict(arch=f"{name}.{known.tag}", patch_size=14 if "patch14" in name else 16, image_size=size)
+    how = dict(arch=f"{name}.{known.tag}", image_size=size) | (dict(patch_size=14) if "patch14" in name else {})
     found, info = read(tmp_path / "model.safetensors", **how)
     assert same(found, theirs.eval(), size) and (info["mean"], info["std"]) == (known.mean, known.std)
     info = read(tmp_path / "model.safetensors", **how, norm="cifar10")[1]
