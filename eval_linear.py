@@ -549,7 +549,7 @@ def train_protocol(args, device, encoder, info, train, test):
         encoder.load_state_dict(weights)
     elif args.finetune:
         for module in encoder.modules():
-            if isinstance(module, timm.layers.DropPath):  # timm's default is not 0 in all encoders
+            if isinstance(module, timm.layers.DropPath):  # some of timm's encoders drop paths by default
                 module.drop_prob = 0.0
     width = common.feature_width(encoder, info["image_size"])
     model = Classifier(encoder.requires_grad_(args.finetune), width, num_classes)
