@@ -2,7 +2,8 @@
 
 MoCo's only positives are views of the same image. CLIM adds other images as positives. Every few epochs it embeds all
 images, clusters them, and finds the nearest neighbors of each. The positives of an image are those of its neighbors
-that share its cluster and are closer to the cluster's center than the image itself.
+that share its cluster and are closer to the cluster's center than the image itself. So an image is pulled toward the
+center of its cluster, but only by similar images.
 
 Some of these positives are wrong, so CutMix pastes a box of the positive into the image. The query is the embedding of
 this mix. Its loss has two terms, with the keys of the image and of the positive, weighted by their fractions of the

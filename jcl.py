@@ -10,7 +10,7 @@ image agree. In the bound, lambda is 1; the paper sets it to 4. Gradients reach 
 
     Eq. 1-2          info_nce                 MoCo v2's loss
     Eq. 3            JCL.forward, --vanilla   its average over the keys
-    Eq. 8-9          jcl_loss                 the bound (Eq. 4-7 derive it; see the tests), and its mean over the batch
+    Eq. 8-9          jcl_loss                 the bound, which Eq. 4-7 derive, and its mean over the batch
     Algorithm 1      main                     views (line 4), the update of the encoders (12), the queue (13)
                      JCL.forward              queries, keys and the loss (lines 5 to 10; 7 to 10 are jcl_loss)
 
@@ -121,6 +121,8 @@ def jcl_loss(q, k, queue, temperature, lam):
 
     It is the mean of log[exp(q.mu / tau + lam / (2 tau^2) q^T Sigma q) + sum_j exp(q.queue_j / tau)] - q.mu / tau. mu
     and Sigma are the mean and biased covariance (divided by M') of an image's keys. With one key it is InfoNCE.
+    For lam = 1 the bound is Jensen's inequality, E log X <= log E X (Eq. 7), with the moment-generating function of a
+    Gaussian (App. A): E exp(q.k / tau) = exp(q.mu / tau + q^T Sigma q / (2 tau^2)).
 
     q: (N, C) queries, L2-normalized. k: (N, M', C) keys, each L2-normalized; the keys of q[i] are k[i], not k[:, i].
     queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: tau > 0. lam: lambda >= 0.
