@@ -513,7 +513,7 @@ def learning_rate(args, epoch):
     if args.protocol == "patchmix" and args.epochs >= 100:  # else it changes every step (D4)
         epoch = max(0, int(epoch) - 1)  # timm's scheduler is called after each epoch
     peak = args.lr * args.batch_size / 256
-    warmup = min(args.warmup, args.epochs / 4)  # D5
+    warmup = min(args.warmup, args.epochs / 4)  # at most a quarter (D5)
     if epoch < warmup:
         return args.warmup_lr + (peak - args.warmup_lr) * epoch / warmup
     if args.protocol != "patchmix":

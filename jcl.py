@@ -107,7 +107,7 @@ def recipe(args):
     """Return the defaults, {name: value}, for args.dataset and args.variant."""
     values = dict(RECIPES[args.dataset])
     if args.variant == "released":
-        values |= dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
+        values |= dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # keys: D2, lambda: D1
         if args.dataset in ("imagenet", "folder"):
             values["batch_size"] = 256  # D3
     return values
@@ -315,7 +315,7 @@ def main(args, train=None, test=None):
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
-        lam = args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs  # D1
+        lam = args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs  # ramp: D1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs

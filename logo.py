@@ -452,7 +452,7 @@ def main(args, train=None, test=None):
         return common.save_views(args.show_views, views, names, args.norm)
 
     # Model and optimizers
-    reduction = "sum" if args.variant == "paper" else "mean"  # D1
+    reduction = "sum" if args.variant == "paper" else "mean"  # of the terms of L_gg and L_lg (D1)
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)
     backbone = common.build_backbone(info, zero_init=simsiam)
     sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
@@ -523,12 +523,12 @@ def main(args, train=None, test=None):
                 loss_of_affinity = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
                 descend(affinity_optimizer, loss_of_affinity)  # update the affinity (Eq. 6)
                 l_ll = local_dissimilarity(affinity, local1, local2)  # by the new affinity
-            if weighting == "clip":  # D1
+            if weighting == "clip":  # as released (D1)
                 descend(l2l_optimizer, l_ll, args.clip_ratio * previous_norm)  # update the encoder by L_ll
                 local_z = None  # the encoder has changed: project the local views again
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
-            if weighting == "lambda":  # D1
+            if weighting == "lambda":  # as in the paper (D1)
                 loss = loss + args.lam * l_ll  # Eq. 9; if the loss is a mean of six terms (D1), lambda weighs more
             if weighting:
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)

@@ -142,7 +142,7 @@ def recipe(args):
     if args.dataset != "patterns":
         values |= ENCODERS.get(arch, {})
     if args.variant == "released":
-        values |= dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5
+        values |= dict(num_mix=2, smoothing=0.1, mixed_view=2)  # M: D2, smoothing: D1, view: D5
         values["term_weights"] = [1.0, 0.5, 0.5 / (args.num_mix or 2)]  # D1: mtm's weights sum to 1
         if arch == "vit_small":
             values["num_heads"] = 12  # D3
@@ -355,7 +355,7 @@ class PatchMix(nn.Module):
             h_local["mto"] = self.query(torch.cat([mix_batch(x, *mixing) for x in local])).chunk(len(local))
 
         def contrast(h, z, term):
-            smoothing = self.smoothing if term == "oto" else 0.0  # D1
+            smoothing = self.smoothing if term == "oto" else 0.0  # as released (D1)
             return soft_info_nce(h, z, *targets[term], self.temperature, smoothing)
 
         pairs = dict(oto=(h2, z1), mto=(h1_mixed, z2), mtm=(h1_mixed, z2_mixed))  # Eq. 15, 13 and 14
@@ -363,7 +363,7 @@ class PatchMix(nn.Module):
             losses = {term: contrast(*pairs[term], term) for term in self.terms}
             for term, queries in h_local.items():  # as released, against the keys of both views
                 losses[f"local_{term}"] = sum(contrast(h, z, term) for h in queries for z in (z1, z2)) / len(local)
-        weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
+        weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # as released (D6)
         loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
         metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
         return loss, (h2 if oto else h1_mixed).detach(), metrics
@@ -402,8 +402,8 @@ def main(args, train=None, test=None):
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     terms = chosen_terms(args)
     mixes = args.num_mix > 1 and set(terms) != {"oto"}
-    split = dict(parts=args.mix_slices, flag="--mix-slices", smallest=args.num_mix) if mixes else {}  # D7
-    slices = common.split_batch(args.batch_size, len(train), world, **split)  # per process
+    split = dict(parts=args.mix_slices, flag="--mix-slices", smallest=args.num_mix) if mixes else {}
+    slices = common.split_batch(args.batch_size, len(train), world, **split)  # per process, to mix within (D7)
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
     bicubic = v2.InterpolationMode.BICUBIC  # as released
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale, interpolation=bicubic)
@@ -464,7 +464,7 @@ def main(args, train=None, test=None):
             optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, now / args.epochs)  # of weights only
             momentum = cosine(*args.momentum, now / args.epochs)
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
-            if args.mixed_view == 2:  # D5
+            if args.mixed_view == 2:  # as released: view 2 is mixed (D5)
                 views[:2] = views[1], views[0]
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, q, metrics = ddp(views)  # Algorithm 2, lines 5 to 9
