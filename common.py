@@ -912,7 +912,7 @@ def init_distributed(device="auto", timeout=datetime.timedelta(hours=1)):
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        store, rank, world = next(dist.rendezvous("env://"))
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # after a restart the store still has the old addresses
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"

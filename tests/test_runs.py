@@ -1,11 +1,13 @@
 """What a run writes and says, what a program may pass to it, also own images and encoders, and --compile."""
 
 import argparse
+import datetime
 import functools
 import json
 import math
 import re
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -76,12 +78,14 @@ def test_processes_wait_an_hour_for_each_other(monkeypatch):
     """The first may need minutes for a folder's names, a download or kNN. torchrun's restarts have stores apart."""
     joined = {}
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(torch.distributed, "rendezvous", lambda _: iter([(store, 1, 2)]))
+    rendezvous = mock.Mock(return_value=iter([(store, 1, 2)]))
+    monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda _, **given: joined.update(given))
     for name, value in dict(WORLD_SIZE="2", GROUP_WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT="1").items():
         monkeypatch.setenv(name, value)
     common.init_distributed("cpu")
-    assert joined["timeout"].total_seconds() == 3600 and (joined["rank"], joined["world_size"]) == (1, 2)
+    assert joined["timeout"] == rendezvous.call_args.kwargs["timeout"] == datetime.timedelta(hours=1)
+    assert (joined["rank"], joined["world_size"]) == (1, 2)
     joined["store"].set("key", "value")
     assert store.check(["1/key"]) and not store.check(["key"])
 
