@@ -31,6 +31,7 @@ There is no released code. (D1), (D2), ... are the differences between the paper
 import argparse
 import copy
 import math
+import os
 import time
 
 import timm
@@ -49,7 +50,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    parser = argparse.ArgumentParser("clim.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(os.path.basename(__file__), description=__doc__.splitlines()[0])
 
     add = parser.add_argument_group("loss").add_argument
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing, half the loss per key (Table 6)")
@@ -555,7 +556,7 @@ def main(args, train=None, test=None):
     if args.selection in ("kmeans", "center"):
         derived |= dict(clusters=args.num_clusters or max(1, len(train) // 128))
     config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
-    info |= dict(method="clim", encoder="query", dataset=args.dataset, images=config["images"])
+    info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
@@ -708,4 +709,4 @@ def convert_split_batchnorm(module, groups):
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args, "clim.py --dataset imagenet --data-dir DIR")
+    common.start(main, parse_args, "--dataset imagenet --data-dir DIR")

@@ -863,17 +863,20 @@ def baselines(info, seed, images):
 # ================================================================= 5. processes
 
 
-def log_demo(args, command):
-    """If this run is the demo, print how to train on real data. command: script and flags of the paper's run."""
-    if command and args.dataset == "patterns" and not args.show_views and os.environ.get("RANK", "0") == "0":
+def log_demo(args, flags):
+    """If this run is the demo, print how to train on real data. flags: those of the paper's run."""
+    if flags and args.dataset == "patterns" and not args.show_views and os.environ.get("RANK", "0") == "0":
         log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
         what = "learning rate, patch size, heads" if is_vit(args.arch) else "learning rate, image size"
         log(f"The demo's {what} and other values are not the paper's.")
-        log(f"At full scale: torchrun --nproc_per_node=8 {command}")
+        log(f"At full scale: torchrun --nproc_per_node=8 {args.method}.py {flags}")
 
 
 def start(main, parse_args, paper=None):
-    """Run main(parse_args()). A mistake or divergence exits with one line and status 2, Ctrl-C with 130."""
+    """Run main(parse_args()). A mistake or divergence exits with one line and status 2, Ctrl-C with 130.
+
+    paper: the flags of the paper's run, which the demo prints.
+    """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
@@ -1223,9 +1226,9 @@ def open_run(args, train, state, derived):
     """Start a run in args.out, or resume the one there: (configuration, records of its epochs). Print its values.
 
     The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG and the images' fingerprint.
-    state: {name: module, optimizer or tensor}, which are loaded in place. derived: further values to print. With
-    --resume, a new run starts from the state of another one, except for tensors with a row per image. Raises UsageError
-    if the run in args.out has another configuration, or if the processes differ in theirs.
+    state: {name: module, optimizer or tensor}, with a "model"; they are loaded in place. derived: further values to
+    print. With --resume, a new run starts from the state of another one, except for tensors with a row per image.
+    Raises UsageError if the run in args.out has another configuration, or if the processes differ in theirs.
     """
     config = {k: x for k, x in vars(args).items() if k not in NOT_IN_CONFIG} | dict(images=fingerprint(train))
     config = json.loads(json.dumps(config, default=str))  # plain numbers and strings, which any checkpoint can hold
@@ -1287,9 +1290,10 @@ def load_run(path, args, config, state):
 def save_run(out, config, info, state, records, keep_every=0):
     """Write backbone.pt, metrics.jsonl and, with all that is needed to resume, last.pt to a run's folder.
 
-    config: from `open_run`. info: from `backbone_info`; if None, there is no backbone.pt. state: see `open_run`.
-    records: a dict per epoch. keep_every: keep a copy of last.pt every so many epochs. Raises FloatingPointError, and
-    writes nothing, if a tensor of the state is not finite.
+    config: from `open_run`. info: from `backbone_info`, and for the evaluations the method, encoder ("query" or
+    "momentum"), dataset and images (config's); if None, there is no backbone.pt. state: see `open_run`. records: a dict
+    per epoch. keep_every: keep a copy of last.pt every so many epochs. Raises FloatingPointError, and writes nothing,
+    if a tensor of the state is not finite.
     """
     state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in state.items()}
     if bad := [name for name, x in tensors_by_name(state).items() if not x.isfinite().all()]:

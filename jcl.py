@@ -28,6 +28,7 @@ The baseline is MoCo v2. `--num-keys 1` is exactly its loss, because one key has
 import argparse
 import copy
 import math
+import os
 
 import timm
 import torch
@@ -45,7 +46,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    parser = argparse.ArgumentParser("jcl.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(os.path.basename(__file__), description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 
@@ -305,7 +306,7 @@ def main(args, train=None, test=None):
     derived = dict(negatives=negatives, loss_at_uniform_logits=math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
-    info |= dict(method="jcl", encoder="query", dataset=args.dataset, images=config["images"])
+    info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
@@ -446,4 +447,4 @@ def convert_split_batchnorm(module, groups):
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args, "jcl.py --dataset imagenet --data-dir DIR")
+    common.start(main, parse_args, "--dataset imagenet --data-dir DIR")

@@ -30,6 +30,7 @@ one query, as in MoCo v2 (D11). LoGo changes three things:
 import argparse
 import copy
 import math
+import os
 from itertools import permutations
 
 import timm
@@ -48,7 +49,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the released code's for ImageNet-100, changed by `recipe`."""
-    parser = argparse.ArgumentParser("logo.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(os.path.basename(__file__), description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="released", help="follow the paper or the released code")
     add("--base", choices=("moco", "simsiam"), default="moco", help="what LoGo is added to")
@@ -200,6 +201,7 @@ class Affinity(nn.Module):
 
     Its initial weights must be equal on all processes. To copy LoGo, copy it with compared_views, affinity_loss,
     local_dissimilarity, combine, descend, GatherWithGradient, gather, shard, main's blocks "LoGo" and "Algorithm 1".
+    l2l_optimizer must follow the learning rate of the encoder's other optimizer.
     """
 
     def __init__(self, dim, hidden=256):
@@ -484,7 +486,7 @@ def main(args, train=None, test=None):
     affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
     affinity_optimizer = torch.optim.SGD(affinity.parameters(), lr=affinity_lr, **sgd)
     encoder = [p for part in (model.backbone, model.projector) for p in part.parameters() if p.requires_grad]
-    l2l_optimizer = torch.optim.SGD(encoder, lr=0.0, momentum=0.9, fused=True)  # of L_ll, without weight decay (D3)
+    l2l_optimizer = torch.optim.SGD(encoder, lr=peak_lr, momentum=0.9, fused=True)  # of L_ll, without weight decay (D3)
     previous_norm = torch.zeros((), device=device)  # of the loss's gradient, in the last step
 
     # The run
@@ -493,7 +495,7 @@ def main(args, train=None, test=None):
     state |= dict(l2l_optimizer=l2l_optimizer, previous_norm=previous_norm)
     derived |= dict(peak_lr=peak_lr, lr_of_affinity=affinity_lr if args.l2l else None, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
-    info |= dict(method="logo", encoder="query", dataset=args.dataset, images=config["images"])
+    info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         if not simsiam:
@@ -679,4 +681,4 @@ def convert_split_batchnorm(module, groups):
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args, "logo.py --dataset imagenet100 --data-dir DIR")
+    common.start(main, parse_args, "--dataset imagenet100 --data-dir DIR")

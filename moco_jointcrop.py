@@ -27,6 +27,7 @@ The baseline is MoCo, which is exactly `--joint none` (v1 with ContrastiveCrop's
 import argparse
 import copy
 import math
+import os
 from statistics import NormalDist
 
 import timm
@@ -46,7 +47,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are MoCo v2's for ImageNet, with the changes that `recipe` returns."""
-    parser = argparse.ArgumentParser("moco_jointcrop.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(os.path.basename(__file__), description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="paper: any MoCo; released: J-Crop(0) on v3")
     add("--moco", choices=("v1", "v2", "v3"), help="version of MoCo (D6), which also chooses the defaults")
@@ -536,7 +537,7 @@ def main(args, train=None, test=None):
     derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(batch_norm_groups=1 if synchronize else groups * world, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
-    info |= dict(method="moco_jointcrop", encoder="query", dataset=args.dataset, images=config["images"])
+    info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
@@ -698,4 +699,4 @@ def convert_split_batchnorm(module, groups):
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args, "moco_jointcrop.py --dataset imagenet --data-dir DIR --moco v1")
+    common.start(main, parse_args, "--dataset imagenet --data-dir DIR --moco v1")

@@ -31,6 +31,7 @@ and trained positions, and without the factor 2 tau. PatchMix changes three thin
 import argparse
 import copy
 import math
+import os
 import re
 from itertools import pairwise
 
@@ -51,7 +52,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    parser = argparse.ArgumentParser("patchmix.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(os.path.basename(__file__), description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 
@@ -445,7 +446,7 @@ def main(args, train=None, test=None):
     derived = dict(loss_at_uniform_logits=weight * math.log(args.batch_size), peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(mix_slices=slices * world, batch_norm_groups=world if device.type == "cpu" else 1, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
-    info |= dict(method="patchmix", encoder=args.key_encoder, dataset=args.dataset, images=config["images"])
+    info |= dict(method=args.method, encoder=args.key_encoder, dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
@@ -523,4 +524,4 @@ def gather(x):
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args, "patchmix.py --dataset imagenet --data-dir DIR --arch vit_small")
+    common.start(main, parse_args, "--dataset imagenet --data-dir DIR --arch vit_small")

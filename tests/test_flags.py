@@ -5,6 +5,8 @@ import functools
 import importlib
 import os
 import re
+import runpy
+import shutil
 import tempfile
 from unittest import mock
 
@@ -81,12 +83,14 @@ def test_ranges_hold(method, module, capsys):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_given_is_in_the_runs_name(method, module):
-    """But for operational flags. One value stands for two. A folder of images has its name there."""
+def test_what_is_given_is_in_the_runs_name(method, module, tmp_path):
+    """But for operational flags. One value stands for two. A folder of images has its name there, a script its own."""
     args = module.parse_args("--epochs 9 --workers 1 --blur-p 0.25".split())
     assert args.out == f"runs/{method}-patterns-{args.arch}-s0-epochs9-blur_p0.25,0.25"
     own = module.parse_args(["--dataset", "folder", "--data-dir", "my images"])
     assert own.out == f"runs/{method}-folder-my,images-{own.arch}-s0"
+    copy = runpy.run_path(shutil.copy(module.__file__, tmp_path / "mine.py"))
+    assert copy["parse_args"]([]).out == f"runs/mine-patterns-{args.arch}-s0"
 
 
 @pytest.mark.parametrize("count, length", [(64, 64), (400, 64), (1280, 128), (700_000, 65536)])

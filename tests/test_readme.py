@@ -111,8 +111,8 @@ def test_weights_elsewhere(arch, tmp_path, monkeypatch):
 def test_tops_and_ends(method):
     """At most 30 lines before the imports, with the command that the demo prints. Each (D3) is listed at the end."""
     text = (ROOT / f"{method}.py").read_text()
-    (command,) = re.findall(r'common.start\(main, parse_args, "(.*)"\)', text)
-    assert f"    torchrun --nproc_per_node=8 {command}" in text
+    (flags,) = re.findall(r'common.start\(main, parse_args, "(.*)"\)', text)
+    assert f"    torchrun --nproc_per_node=8 {method}.py {flags}" in text
     text, end = re.split(r"^# =+ 7\. differences between the paper.*$", text, flags=re.M)
     assert text.partition("\nimport argparse")[0].count("\n") < 30
     listed = re.findall(r"^# D(\d+) ", end, re.M)
@@ -135,7 +135,7 @@ def test_a_demo_says_so(monkeypatch, capsys):
     for flags, rank, lines, threads in (("", "0", 3, 1), ("--dataset cifar10", "0", 0, 2), ("", "1", 0, 1)):
         monkeypatch.setenv("RANK", rank)
         torch.set_num_threads(2)
-        common.start(lambda args: print("main"), lambda flags=flags: jcl.parse_args(flags.split()), "jcl.py --queue 9")
+        common.start(lambda args: print("main"), lambda flags=flags: jcl.parse_args(flags.split()), "--queue 9")
         said = capsys.readouterr().out.splitlines()
         assert said[:lines] == said[lines + 1 :] and said[lines] == "main" and len(said) == 2 * lines + 1
         assert torch.get_num_threads() == threads
