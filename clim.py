@@ -371,7 +371,7 @@ def mix_queries(query_views, partners, alpha):
 class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
-    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process also apply
+    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. For ShuffleBN on one process, apply
     convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
     and keys. queue: number of negatives. temperature: tau.

@@ -185,7 +185,7 @@ def augment(x, args, view):
 class JCL(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with M' keys per query (Algorithm 1).
 
-    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process also apply
+    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. For ShuffleBN on one process, apply
     convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). dim: of queries and keys. queue: number of negatives. temperature: tau.
     vanilla: the loss is the average of info_nce over the keys.

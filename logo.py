@@ -131,7 +131,7 @@ def recipe(args):
     values = dict(RECIPES[args.dataset], l2l=args.local_crops > 0)
     if args.base == "simsiam":
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inference (D12)
-        values |= dict(queue=None, temperature=None, bn_groups=None)  # it has none of them
+        values |= dict(queue=None, temperature=None, bn_groups=None, momentum=None)  # it has none of them
         if args.dataset in ("cifar10", "cifar100"):
             values |= dict(layers=2, batch_size=512)  # erceguder/LoGo's
         if args.dataset == "patterns":
@@ -303,10 +303,10 @@ def compared_views(pairs="logo", local_crops=2, one_way=False):
 class MoCo(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with global and local views.
 
-    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process apply
-    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
-    backbone: (n, 3, H, W) -> (n, width). pairs: see `compared_views`. dim: of queries and keys. queue: number of
-    negatives. temperature: tau. reduction: see `combine`.
+    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. For ShuffleBN on one
+    process, apply convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights
+    and queue equal. backbone: (n, 3, H, W) -> (n, width). pairs: see `compared_views`. dim: of queries and keys. queue:
+    number of negatives. temperature: tau. reduction: see `combine`.
     """
 
     def __init__(self, backbone, width, pairs, dim=128, queue=4096, temperature=0.07, reduction="mean"):

@@ -377,7 +377,7 @@ class MoCoBase(nn.Module):
 class MoCo(MoCoBase):
     """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
-    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process also apply
+    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. For ShuffleBN on one process, apply
     convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
     negatives. temperature: of the loss.
