@@ -634,18 +634,19 @@ class SplitBatchNorm(nn.BatchNorm2d):
         self.drop = self.act = nn.Identity()  # timm's BatchNormAct2d has both; convert_split_batchnorm takes them over
 
     def forward(self, x):
-        mean, var, weight, bias, groups = self.running_mean, self.running_var, self.weight, self.bias, self.groups
+        weight, bias, groups = self.weight, self.bias, self.groups
         if not self.training:
-            return self.act(self.drop(F.batch_norm(x, mean, var, weight, bias, eps=self.eps)))
+            x = F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
+            return self.act(self.drop(x))
         if len(x) % groups:
             raise ValueError(f"a batch of {len(x)} cannot be split into {groups} equal groups of batch norm")
+        x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
+        means, variances = self.running_mean.repeat(groups), self.running_var.repeat(groups)
         if weight is not None:
             weight, bias = weight.expand(groups, -1).flatten(), bias.expand(groups, -1).flatten()
-        x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
-        means, variances = torch.cat([mean] * groups + [var] * groups).chunk(2)  # a copy for each group
-        x = F.batch_norm(x, means, variances, weight, bias, True, self.momentum, self.eps)
-        torch.mean(means.view(groups, -1), 0, out=mean)  # F.batch_norm has updated means and variances
-        torch.mean(variances.view(groups, -1), 0, out=var)
+        x = F.batch_norm(x, means, variances, weight, bias, True, self.momentum, self.eps)  # it updates the statistics
+        self.running_mean.copy_(means.view(groups, -1).mean(0))
+        self.running_var.copy_(variances.view(groups, -1).mean(0))
         return self.act(self.drop(torch.cat(x.chunk(groups, dim=1))))
 
 
