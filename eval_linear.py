@@ -564,11 +564,12 @@ def train_protocol(args, device, encoder, info, train, test):
 
     # The run. Its configuration has a hash of the encoder's weights instead of their path, and the test images
     amp = common.use_bf16(args.amp, device)
-    args.checkpoint = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
-    args.test_images = common.fingerprint(test)
-    args.solver = args.no_baselines = None  # of the probe only
+    digest = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
+    values = vars(args) | dict(checkpoint=digest, test_images=common.fingerprint(test))
+    values |= dict(solver=None, no_baselines=None)  # of the probe only
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
-    config, records = common.open_run(args, train, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
+    derived = dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp)
+    config, records = common.open_run(argparse.Namespace(**values), train, state, derived)
     info.pop("data_dir", None)  # backbone.pt has no paths
     tuned = info | dict(encoder="fine-tuned", classes=[*map(str, train.classes)]) if args.finetune else None
     ddp = DistributedDataParallel(model) if world > 1 else model
