@@ -21,17 +21,7 @@ The same command resumes an interrupted run. The scores are those of the last ep
     --protocol patchmix          PatchMix's Tables 2, 3 and 5 to 7, "Linear". "Finetune": with --finetune
     --solver lbfgs               LoGo's Table 5; for Pets, Flowers, Caltech101 and Aircraft with --metric per_class
 `--finetune` trains all layers, by PatchMix's recipe (ViTs) or CLIM's (others). eval_knn.py evaluates its --out, too.
-
-Differences from the papers:
-    D1 Incomplete batches are dropped.
-    D2 Images are resized with the interpolation that the encoder was trained with, and bilinearly for third-party
-       checkpoints. LoGo does not describe a linear protocol. PatchMix's released one resizes CIFAR's images to 36 px,
-       crops the center, and reports the best epoch on the test set. Here: neither.
-    D3 The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32, convolutions in TF32). Linear
-       classifiers are trained in float32, and by L-BFGS in float64.
-    D4 PatchMix's protocols in fewer than 100 epochs. Released: the learning rate changes once per epoch, an epoch late,
-       so that two epochs of fine-tuning would never leave the warmup. Here: it changes every step.
-    D5 A warmup takes at most a quarter of the run.
+(D1), (D2), ... are the differences from the papers, listed at the end.
 """
 
 import argparse
@@ -628,6 +618,19 @@ def main(args, train=None, test=None):
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+# =============================================== 6. differences from the papers
+
+# D1 Incomplete batches are dropped.
+# D2 Images are resized with the interpolation that the encoder was trained with, and bilinearly for third-party
+#    checkpoints. LoGo does not describe a linear protocol. PatchMix's released one resizes CIFAR's images to 36 px,
+#    crops the center, and reports the best epoch on the test set. Here: neither.
+# D3 The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32, convolutions in TF32). Linear
+#    classifiers are trained in float32, and by L-BFGS in float64.
+# D4 PatchMix's protocols in fewer than 100 epochs. Released: the learning rate changes once per epoch, an epoch late,
+#    so that two epochs of fine-tuning would never leave the warmup. Here: it changes every step.
+# D5 A warmup takes at most a quarter of the run.
 
 
 if __name__ == "__main__":
