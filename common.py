@@ -873,7 +873,7 @@ def log_demo(args, flags):
 
 
 def start(main, parse_args, paper=None):
-    """Run main(parse_args()). Mistakes and divergence exit with a line and status 2. paper: flags for `log_demo`."""
+    """Run main(parse_args()). A mistake exits with an error message and status 2. paper: flags for `log_demo`."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
