@@ -42,6 +42,7 @@ def test_the_numbers_of_the_front_page():
     page, small = (ROOT / "README.md").read_text(), results.kept("small_encoders")
     recipe, crops = ", as its recipe is", ", crops from 0.2 of the area"
     runs = [("MoCo v2", what, recipe) for what in ("J-Crop(0)", "JCL", "CLIM")]
+    runs.append(("MoCo, both views as queries", "LoGo on MoCo", recipe))
     runs.append(("MoCo v2", "J-Crop(0)", crops))
     shown = re.findall(r"^\| \[.*\| ([\d.]+ → [\d.]+) \|$", page, re.M)
     shown += re.findall(r"it has ([\d.]+ → [\d.]+)\)", page)
