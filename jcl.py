@@ -122,8 +122,8 @@ def jcl_loss(q, k, queue, temperature, lam):
 
     It is the mean of log[exp(q.mu / tau + lam / (2 tau^2) q^T Sigma q) + sum_j exp(q.queue_j / tau)] - q.mu / tau. mu
     and Sigma are the mean and biased covariance (divided by M') of an image's keys. With one key it is InfoNCE.
-    For lam = 1 the bound is Jensen's inequality, E log X <= log E X (Eq. 7), with the moment-generating function of a
-    Gaussian (App. A): E exp(q.k / tau) = exp(q.mu / tau + q^T Sigma q / (2 tau^2)).
+    For lam = 1 the bound follows from Jensen's inequality, E log X <= log E X (Eq. 7), and from the moment-generating
+    function of a Gaussian (App. A): E exp(q.k / tau) = exp(q.mu / tau + q^T Sigma q / (2 tau^2)).
 
     q: (N, C) queries, L2-normalized. k: (N, M', C) keys, each L2-normalized; the keys of q[i] are k[i], not k[:, i].
     queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: tau > 0. lam: lambda >= 0.
