@@ -107,7 +107,7 @@ def parse_args(argv=None):
 CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
     arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], norm="cifar10",
-    blur_p=[0.0, 0.0], num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
+    blur_p=[0.0, 0.0], local_size=16, num_clusters=400,  # about as many images per cluster as on ImageNet
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
@@ -162,7 +162,7 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     q, k_anchor, k_positive, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
     negatives = q @ queue.T
 
-    def nce(k):  # Eq. 1 for each query: (N,); the positive is in column 0
+    def nce(k):  # info_nce without its mean: (N,). Both keys share the products with the queue
         logits = torch.cat([(q * k).sum(1, keepdim=True), negatives], dim=1) / temperature
         return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64), reduction="none")
 
@@ -207,7 +207,7 @@ def nearest_neighbors(x, k, rows=None):
 
     x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A single row is its own neighbor.
     """
-    x = x.double() - x[:1].double()  # cdist expands |a - b|^2: in float32, or far from 0, it cancels for close rows
+    x = x.double() - x[:1].double()  # cdist's |a|^2 - 2ab + |b|^2 cancels for close rows, in float32 or far from 0
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(128):  # on ImageNet 1.3 GB of distances
@@ -252,8 +252,8 @@ def preferred_first(neighbors, preferred, count, generator=None):
     """
     k = neighbors.shape[1]
     random = torch.rand(neighbors.shape, generator=generator).to(neighbors.device)  # in [0, 1)
-    rank = torch.arange(1, k + 1, device=neighbors.device)  # 1 for the nearest
-    order = torch.where(preferred, random, rank).argsort(1)  # so all preferred ones are before the others
+    position = torch.arange(1, k + 1, device=neighbors.device)  # 1 for the nearest
+    order = torch.where(preferred, random, position).argsort(1)  # so all preferred ones are before the others
     repeated = torch.arange(count, device=neighbors.device) % k
     return neighbors.gather(1, order[:, repeated])
 
@@ -284,9 +284,9 @@ def random_members(assignment, count):
     """
     table = assignment.new_empty(len(assignment), count)
     everyone = torch.arange(len(assignment), device=assignment.device)
-    for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # those of one cluster
+    for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # a cluster's, ascending
         candidates = rows if len(rows) > 1 else everyone
-        own_place = torch.searchsorted(candidates, rows)  # of each row among the candidates; both are in order
+        own_place = torch.searchsorted(candidates, rows)  # of each row among the candidates
         place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # among the others
         place += place >= own_place[:, None]  # among all: those after the row itself are one place further
         table[rows] = candidates[place]
@@ -354,9 +354,9 @@ def augment(x, args, view):
 def mix_queries(query_views, partners, alpha):
     """Mix query views with those of positives (Eq. 3): return (list of mixed views, list of the images' fractions).
 
-    query_views: list of (n, 3, H, W). partners: list of the positives' query views; if it is empty, nothing is mixed,
-    and the fractions are 0.5: half the loss for each of two keys (not in the paper), no effect with one. alpha: they
-    are drawn from Beta(alpha, alpha) (3.2.2), once per batch of a process, as in CutMix's code. Copy it with cutmix.
+    query_views: list of (n, 3, H, W). partners: list of the positives' query views. For each view, lambda is drawn from
+    Beta(alpha, alpha) (3.2.2), once per batch of a process, as in CutMix's code. Without partners nothing is mixed, and
+    the fractions are 0.5: each of two keys has half the loss (not in the paper). Copy it with cutmix.
     """
     if not partners:
         return query_views, [0.5] * len(query_views)
@@ -404,8 +404,8 @@ class CLIM(nn.Module):
         """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}). The loss is Eq. 6.
 
         query_views: this process's query view and local crops, each (n, 3, H, W), normalized and, if there are
-        positives, mixed with theirs. fractions: for each view, that of the image's own pixels, lambda in Eq. 4 (D7).
-        key_views: a view of the images and, once there are positives, one of these: list of one or two (n, 3, H, W).
+        positives, mixed with theirs. fractions: per view, the fraction of pixels that are the image's own, lambda in
+        Eq. 4 (D7). key_views: a view of the images and, once there are positives, one of theirs, each (n, 3, H, W).
         The keys to enqueue are the images' own at the largest size (not in the paper), of all processes. Only the loss
         has a gradient, which reaches the query encoder only.
         """
@@ -475,22 +475,22 @@ def learning_rate(args, epoch):
 def choose_positives(args, model, images, info, device):
     """Choose the positives of all images by --selection (Table 6): (N, num_positives) int64, the same on every process.
 
-    The embeddings are the momentum encoder's, of center crops (not in the paper), in float32. Logs the time and, if all
-    images have labels, how many of the positives have the image's class.
+    The embeddings are those of the momentum encoder with its projector, of center crops (not in the paper), computed in
+    float32. Logs the time and, if all images have labels, how many of the positives have the image's class.
     """
     began = time.perf_counter()
-    assignment = torch.zeros(len(images), dtype=torch.int64, device=device)  # random: all images are in one cluster
+    assignment = torch.zeros(len(images), dtype=torch.int64, device=device)  # for random: one cluster of all images
     if args.selection != "random":
         encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
         features = common.extract_features(encoder, images, info, device, workers=args.workers)
-        x = F.normalize(features, dim=1).double().to(device)
+        x = F.normalize(features, dim=1).double().to(device)  # distances are compared in float64
     if args.selection in ("knn", "center"):  # each process finds the neighbors of its part of the images
         rows = common.local_rows(torch.arange(len(x), device=device))
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
     if args.selection in ("kmeans", "center"):
         centers, assignment = kmeans(x, args.num_clusters or max(1, len(x) // 128))
     if args.selection == "center":
-        table = select_positives(x, centers, assignment, args.knn_k, args.num_positives, neighbors=neighbors)
+        table = select_positives(x, centers, assignment, num_positives=args.num_positives, neighbors=neighbors)
     elif args.selection == "knn":
         table = preferred_first(neighbors, torch.ones_like(neighbors, dtype=torch.bool), args.num_positives)
     else:
@@ -566,7 +566,7 @@ def main(args, train=None, test=None):
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
-        is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # none after --resume
+        is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # --resume loads none
         if args.selection != "none" and epoch >= args.clim_start and is_due:
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
@@ -693,9 +693,9 @@ def convert_split_batchnorm(module, groups):
 # D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: an image is never its own positive.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
 #    excludes, nearest first, although that contradicts Eq. 2.
-# D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate: the
-#    embeddings' std rises slowly at first, and faster with `--warmup 1` (the paper names no warmup). Local crops add
-#    their terms. Paper: r is the size of the image's views, r' of the positive's. Here: r is the query's, r' its keys'.
+# D3 The sum of Eq. 6. Paper: r is the size of the image's views, r' of the positive's. Here: r is the query's, r' its
+#    keys'. As in the paper, the terms are summed, four for two sizes, which raises the effective learning rate: the
+#    embeddings' std rises slowly at first, faster with `--warmup 1` (not in the paper). Local crops add their terms.
 # D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have the same view, flipped for the second.
 # D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
 #    query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.

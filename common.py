@@ -183,8 +183,8 @@ def list_files(folder, parents=()):
 
 def list_images(root, folder=""):
     """Return the file names, relative to `root`, of the images below root/folder. Log the number of other files."""
-    start, folder = len(os.path.join(root, "")), os.path.join(root, folder)
-    files = [(path[start:], os.path.splitext(path)[1].lower()) for path in list_files(folder)]
+    root_length, folder = len(os.path.join(root, "")), os.path.join(root, folder)
+    files = [(path[root_length:], os.path.splitext(path)[1].lower()) for path in list_files(folder)]
     names = [name for name, suffix in files if suffix in EXTENSIONS]
     if not names:
         raise UsageError(f"no images in {folder}")
@@ -207,17 +207,17 @@ def load_dataset(name, root=None, train=True, image_size=32):
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     try:
-        folders = [entry.name for entry in visible(root)] if root is not None else []
-        if "train" in folders:
-            return load_split(name, root, folders, train)
+        entries = [entry.name for entry in visible(root)] if root is not None else []
+        if "train" in entries:
+            return load_split(name, root, entries, train)
         if name in ("cifar10", "cifar100", "stl10"):
-            return load_torchvision(name, root or "data", folders, train)
+            return load_torchvision(name, root or "data", entries, train)
         if root is None:
             raise UsageError(f"--dataset {name} needs --data-dir, with train/, and val/ or test/ (folder: any images)")
         if name != "folder":
             raise UsageError(f"no train/ in --data-dir {root}; --dataset folder takes any folder of images")
         parts = ("train", "training", "val", "validation", "test", "testing")
-        if found := sorted(folder for folder in folders if folder.lower() in parts):
+        if found := sorted(entry for entry in entries if entry.lower() in parts):
             raise UsageError(f"expected train/ in --data-dir {root}, which has {', '.join(found)}/")
         if not train:
             return None
@@ -228,14 +228,14 @@ def load_dataset(name, root=None, train=True, image_size=32):
     return ImageFiles(root, names, [-1] * len(names), [])
 
 
-def load_split(name, root, folders, train):
+def load_split(name, root, entries, train):
     """Load root/train/, or the first of val/, validation/ and test/ that root has. See `load_dataset`."""
     parts = ("train",) if train else ("val", "validation", "test")
-    part = next((part for part in parts if part in folders), None)
+    part = next((part for part in parts if part in entries), None)
     if part is None:
         return None
-    for other in {*folders} - {"train", "val", "validation", "test", "unlabeled"}:
-        with contextlib.suppress(OSError):  # what is not read may be unreadable
+    for other in {*entries} - {"train", "val", "validation", "test", "unlabeled"}:
+        with contextlib.suppress(OSError):  # a file, or a folder that cannot be read
             files = os.listdir(os.path.join(root, other))
             if any(os.path.splitext(file)[1].lower() in EXTENSIONS for file in files):
                 raise UsageError(f"{root} has images in {other}/ next to train/, which would not be read")
@@ -251,15 +251,15 @@ def load_split(name, root, folders, train):
         names = [file for file in names if file.split(os.sep)[1] in classes]
     label = {folder: i for i, folder in enumerate(classes)}
     targets = [label.get(file.split(os.sep)[1], -1) for file in names]
-    if train and "unlabeled" in folders:
+    if train and "unlabeled" in entries:
         names += list_images(root, "unlabeled")
         targets += [-1] * (len(names) - len(targets))
     return ImageFiles(root, names, targets, classes)
 
 
-def load_torchvision(name, root, files, train):
+def load_torchvision(name, root, entries, train):
     """Load torchvision's CIFAR10, CIFAR100 or STL10, which one process per node downloads. See `load_dataset`."""
-    if files and not any(file.startswith(("cifar", "stl10")) for file in files):
+    if entries and not any(entry.startswith(("cifar", "stl10")) for entry in entries):
         raise UsageError(f"--data-dir {root} has no train/ and no files of {name}; to download, pass an empty folder")
     which = dict(split="train+unlabeled" if train else "test") if name == "stl10" else dict(train=train)
     dataset = getattr(torchvision.datasets, name.upper())
@@ -615,7 +615,7 @@ def load_checkpoint(path):
     """Load a checkpoint of tensors and plain data onto the CPU. Raises UsageError if that fails."""
     try:
         with open(path, "rb") as file:
-            start = file.read(40)  # it reveals an HTML page, a Git LFS pointer or an empty file
+            first_bytes = file.read(40)  # they reveal an HTML page, a Git LFS pointer or an empty file
         if str(path).endswith(".safetensors"):
             return timm.models.load_state_dict(path)
         if zipfile.is_zipfile(path):  # torch does not verify the checksums of its archives
@@ -627,7 +627,7 @@ def load_checkpoint(path):
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # damaged files raise many types
-        reason = f"it is truncated, damaged, or not a torch.save or safetensors file; it begins with {start!r}"
+        reason = f"it is truncated, damaged, or not a torch.save or safetensors file; it begins with {first_bytes!r}"
         if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it holds objects of {found[1]}, which would run code: save only its state_dict"
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error
@@ -652,7 +652,7 @@ def load_backbone(path, encoder=None):
     weights = info.pop("state_dict", None) or encoder_weights(saved.get("model", {}), info["encoder"])
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # backbone.pt, which people publish, has no paths
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no paths in backbone.pt; elsewhere no config.json
         info["data_dir"] = json.loads(path.with_name("config.json").read_text()).get("data_dir")
     if not timm.is_model(info["timm_name"]):
         raise UsageError(f"{path}: {info['timm_name']} is not registered with timm: call eval_knn.main where it is")
@@ -713,7 +713,7 @@ def load_weights(encoder, path, prefix=""):
 
 
 def center_crop(image, size, interpolation="bilinear"):
-    """Resize the shorter side of a PIL image to 256/224 of `size`, and crop its center, unless it has that size."""
+    """Resize the shorter side of a PIL image to 256/224 of `size` and crop its center; keep it if it is size x size."""
     if image.size == (size, size):
         return image
     image = v2.functional.resize(image, [size * 256 // 224], v2.InterpolationMode(interpolation))
@@ -760,7 +760,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     bank, queries, train_y = F.normalize(train_x, dim=1), F.normalize(test_x, dim=1), train_y.to(train_x.device)
     most = max(all_gather_object(len(bank)))  # the same on every process, so that all take the same chunks
     predicted = []
-    for chunk in queries.split(max(1, 2**26 // max(most, num_classes))):
+    for chunk in queries.split(max(1, 2**26 // max(most, num_classes))):  # at most 256 MB of similarities
         similarity, row = (chunk @ bank.T).topk(min(max(k), len(bank)), dim=1)
         similarity, label = gather_rows(similarity.T).T, gather_rows(train_y[row].T).T
         similarity, column = similarity.topk(min(max(k), similarity.shape[1]), dim=1)
@@ -913,7 +913,7 @@ def init_distributed(device="auto", timeout=datetime.timedelta(hours=1)):
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # after a restart the store still has the old addresses
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # one node's store survives a restart, with the old addresses
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -1207,6 +1207,7 @@ def find_checkpoint(out, resume):
     files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
     names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed during its first save
     temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
+    # Such a run has config.json. A backbone.pt without one is somebody's encoder
     is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
     if "last.pt" not in files and not is_begun:
         raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")

@@ -4,15 +4,16 @@ Large crops of an image look alike. Small crops often do not. LoGo, which is add
 crops together (L_gg), and two local crops toward the global ones, which are held constant (L_lg). It pushes the two
 local crops apart (L_ll), as they show different parts of the image. Their similarity is learned: an affinity network is
 trained to score two local crops of one image above those of two images, and the encoder takes a small step to reduce
-the scores of its own pairs. By default this file follows the released code: the paper's form is ill-posed (D1).
+the scores of its own pairs. By default this file follows the released code, as the paper's Eq. 6 is unbounded (D1).
 
-Inference: only the paper's supplement and the code for MoCo were available, so everything about SimSiam is inferred.
-Caution: the affinity can score its training pairs without comparing the crops. See the end of this file for both.
+Inference: only the paper's supplement and the code for MoCo were available, so everything about SimSiam is inferred, or
+from erceguder/LoGo, an unofficial repository. Caution: the affinity can score its training pairs without comparing the
+crops. See the end of this file for both.
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     L_ll          local_dissimilarity
     Eq. 6         affinity_loss                              what the affinity learns (supplement, Eq. 4)
-    Eq. 9         main, --variant paper                      L_gg + L_lg + lambda L_ll; by default L_ll has its own step
+    Eq. 9         main, --l2l-weighting lambda               L_gg + L_lg + lambda L_ll; with clip, L_ll has its own step
     Algorithm 1   main                                       each step: first Eq. 6, then Eq. 9
 
     python logo.py                                                            # a laptop, no data
@@ -63,7 +64,7 @@ def parse_args(argv=None):
     add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, relative to the last gradient norm (D1)")
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
-    add("--affinity-lr", type=common.positive_float, help="learning rate; if None, 1e-4 for linear, else the peak")
+    add("--affinity-lr", type=common.positive_float, help="constant; if None, 1e-4 for linear, else the encoder's peak")
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
     add("--queue", type=common.positive_int, default=4096, help="queue length; folder: a tenth of the images")
 
@@ -90,7 +91,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 8)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area range of local crops (D7)")
-    add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: views 1, 2")
+    add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two: global views 1, 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
@@ -185,7 +186,7 @@ def local_dissimilarity(affinity, local1, local2):
 
 
 def combine(global_terms, local_terms, reduction="mean"):
-    """Return the loss of L_gg and L_lg, which are lists of scalars (D1).
+    """Combine the terms of L_gg and L_lg, two lists of scalars, into one loss (D1).
 
     reduction: "mean" (released): of all terms. "sum" (paper): the mean of the global plus the sum of the local terms.
     """
@@ -201,7 +202,7 @@ class Affinity(nn.Module):
 
     Its initial weights must be equal on all processes. To copy LoGo, copy it with compared_views, affinity_loss,
     local_dissimilarity, combine, descend, GatherWithGradient, gather, shard, main's blocks "LoGo" and "Algorithm 1".
-    l2l_optimizer must follow the learning rate of the encoder's other optimizer.
+    The encoder's two optimizers follow the same learning rate; the affinity's learning rate is constant.
     """
 
     def __init__(self, dim, hidden=256):
@@ -237,7 +238,7 @@ def descend(optimizer, loss, max_norm=math.inf):
 
 
 class GatherWithGradient(torch.autograd.Function):
-    """`gather`, through which gradients flow back to all processes: apply(x), (n, C) -> (N, C)."""
+    """`gather` with gradients, which are summed over the processes' equal losses: apply(x), (n, C) -> (N, C)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -275,7 +276,7 @@ def info_nce(q, k, queue, temperature):
 
 def augment(x, args, view):
     """Augment crops as MoCo v2 does (D10): uint8 -> normalized float (n, 3, S, S). Views 2, 3 are local."""
-    p1, p2 = args.blur_p
+    p1, p2 = args.blur_p  # p1 also of local views
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
@@ -320,7 +321,7 @@ class MoCo(nn.Module):
         self.temperature, self.reduction = temperature, reduction
 
     def project(self, x):
-        """Return the projections of images, queries before L2-normalization: (n, 3, H, W) -> (n, dim)."""
+        """Return the projections of images, the queries before L2-normalization: (n, 3, H, W) -> (n, dim)."""
         return self.projector(self.backbone(x)).to(x.dtype)
 
     def key(self, x):
@@ -339,6 +340,7 @@ class MoCo(nn.Module):
         for i in sorted({i for i, _ in pairs}):
             z = local_z[i - 2] if local_z and i > 1 else self.project(views[i])
             q[i] = F.normalize(z, dim=1)
+        # One view at a time, as released, so that a batch-norm group has as many keys as queries
         keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted({j for _, j in pairs})}  # (N, dim)
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
             l_gg = [info_nce(q[i], shard(keys[j]), self.queue.keys, self.temperature) for i, j in self.global_pairs]
@@ -481,7 +483,7 @@ def main(args, train=None, test=None):
     # LoGo
     weighting = args.l2l_weighting if args.l2l else None  # "clip" or "lambda" (D1); None: there is no L_ll
     peak_lr = args.lr * args.batch_size / 256
-    affinity = Affinity(args.dim).to(device)
+    affinity = Affinity(args.dim).to(device)  # equal on all processes, which have the same seed until the first epoch
     linear = args.affinity_form == "linear"
     affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
     affinity_optimizer = torch.optim.SGD(affinity.parameters(), lr=affinity_lr, **sgd)
@@ -531,7 +533,7 @@ def main(args, train=None, test=None):
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
             if weighting == "lambda":  # as in the paper (D1)
-                loss = loss + args.lam * l_ll  # Eq. 9; if the loss is a mean of six terms (D1), lambda weighs more
+                loss = loss + args.lam * l_ll  # Eq. 9. In a mean of six terms (D1) lambda weighs five times as much
             if weighting:
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
@@ -646,11 +648,11 @@ def convert_split_batchnorm(module, groups):
 
 # ============ 7. differences between the paper, the released code and this file
 
-# D1 Terms and weights, all that `--variant` changes. Paper: the affinity's objective is linear, so it is unbounded (it
-#    has one order of a pair and no noise, and a learning rate of 1e-4, which is erceguder/LoGo's); L_lg is the sum of
-#    its four terms, so the loss is five times as large; and lambda L_ll is a term of the loss. Released: the objective
-#    is logistic, so it is bounded; the loss is the mean of the six terms; and L_ll has a step of its own without
-#    lambda, clipped to 1.5% of the last gradient's norm. On SimSiam both variants use lambda.
+# D1 Terms and weights: all that `--variant` changes. Paper: the affinity's objective is linear, so it is unbounded. It
+#    has one order of a pair and no noise, and here erceguder/LoGo's learning rate, 1e-4. L_lg is the sum of its four
+#    terms, so the loss is five times as large. lambda L_ll is a term of it. Released: the objective is logistic, so it
+#    is bounded. The loss is the mean of the six terms. L_ll has a step of its own without lambda, clipped to 1.5% of
+#    the last gradient's norm. On SimSiam both variants use lambda.
 # D2 Updates of the momentum encoder. Here: one per step. Released: two, one per forward pass.
 # D3 Weight decay. Here: once per step. Released: twice, in both optimizers of the encoder.
 # D4 The norm for the clip. Here: kept between epochs. Released: 0 before an epoch, so its first step lacks L_ll.
@@ -673,7 +675,7 @@ def convert_split_batchnorm(module, groups):
 #    --local-size, and a queue of global crops' keys.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inference: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as other papers quote it. lambda on
-# MoCo is inferred, too. The repository erceguder/LoGo is unofficial.
+# MoCo is inferred, too.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise (not with `--variant paper`). So it can tell them apart by batch statistics or
 # noise, without comparing the crops. In our runs (tests/results) it ranks all pairs of such batches correctly, but in

@@ -14,14 +14,14 @@ keys of the batch. The loss is the sum of three contrasts: mto, mtm and oto. Onl
     Eq. 15        soft_info_nce       oto, origin to origin: an original query and the key of the same image
     Eq. 16        PatchMix.forward    their sum
     Algorithm 1   patch_mix (lines 2 to 7), mix_targets (line 8)
-    Algorithm 2   PatchMix (lines 1, 2), PatchMix.forward (5 to 9, and the loss of 10), main (3, 4, 10, 11)
+    Algorithm 2   PatchMix (lines 1, 2), PatchMix.forward (5 to 9, and 10's loss), PatchMix.update (11), main (3, 4, 10)
 
     python patchmix.py                                                        # a laptop, no data
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is `--num-mix 1 --terms oto,mto`. It is MoCo v3, but with PatchMix's drop path, a trained patch projection
-and trained positions, and without the factor 2 tau. PatchMix changes three things:
+The baseline is `--num-mix 1 --terms oto,mto`, because mtm would count L(q1, k2) twice. It is MoCo v3, with drop path,
+a trained patch projection and trained positions, and without the factor 2 tau. PatchMix changes three things:
     queries of both views                ->  queries of one view are of mixed images    (PatchMix.forward)
     L(q2, k1) + L(q1, k2)                ->  oto + mto + mtm, with mixed keys           (PatchMix.forward)
     InfoNCE with one positive per query  ->  M, or 2M - 1, positives with weights       (mix_targets, soft_info_nce)
@@ -61,7 +61,7 @@ def parse_args(argv=None):
     add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch to mix within (D7)")
     add("--mixed-view", type=int, choices=(1, 2), default=1, help="view whose mixed images are the queries (D5)")
     add("--terms", default="oto,mto,mtm", help="terms of the loss, Eq. 16: any of oto,mto,mtm (Table 7)")
-    add("--term-weights", type=common.nonnegative_float, nargs=3, default=[1.0, 1.0, 1.0], help="their weights (D1)")
+    add("--term-weights", type=common.nonnegative_float, nargs=3, default=[1.0] * 3, help="weights of oto,mto,mtm (D1)")
     add("--local-crops", type=common.nonnegative_int, help="local crops per image, as queries of oto and mto (D6)")
     add("--smoothing", type=common.fraction, default=0.0, help="label smoothing of oto (D1)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
@@ -136,7 +136,7 @@ ENCODERS = dict(  # section 4.1.2, on CIFAR and on ImageNet; others have ViT-S's
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset, args.variant, args.arch, and args.num_mix if released."""
+    """Return the defaults, {name: value}, that suit args, whose arch, num_mix and local_crops are None if not given."""
     values = dict(arch="vit_small", num_mix=3, local_crops=0) | RECIPES[args.dataset]
     # vit_tiny, vit_small, ..., also of timm's own names, such as deit_small_patch16_224
     arch = re.sub("^(?:deit3?|vit)_([a-z]+)_.*", r"vit_\1", args.arch or values["arch"])
@@ -205,9 +205,9 @@ def mix_targets(n, num_mix):
     """Return the positives of mixed images: their sources, and the mixed images that share some of them (Eq. 10-12).
 
     n: the number of images that are mixed with each other, N. num_mix: M.
-    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices are
-    rows of these images' keys, modulo n. Add rank * n to them if the keys of all processes are gathered. mto_weight is
-    1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive
+    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices,
+    from 0 to n - 1, are rows of these images' keys. Add rank * n if the keys of all processes are gathered. mto_weight
+    is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive
     can occur twice; its weights then add up.
     """
     i = torch.arange(n)[:, None]
@@ -228,8 +228,8 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
     q: (n, C) queries, the paper's h. k: (N, C) keys, the paper's z. index: (n, P) int64, the positives of each query as
     rows of k. weight: (P,), their weights. temperature: tau > 0. smoothing: label smoothing s in [0, 1] (D1); each
     weight is multiplied by 1 - s, and s of their sum is spread evenly over all keys.
-    Gradients reach q, and also k unless it is detached, as in the paper. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    Gradients reach q and k; in the paper, k is detached. float16 and bfloat16 are converted to float32; call it outside
+    autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape[1:] != q.shape[1:] or weight.dim() != 1 or index.shape != (len(q), len(weight)):
         shapes = [tuple(x.shape) for x in (q, k, index, weight)]
@@ -316,7 +316,7 @@ class PatchMix(nn.Module):
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
             for module in self.momentum_backbone.modules():
-                if isinstance(module, timm.layers.DropPath):  # only the query encoder drops paths (timm's, as ViTs do)
+                if isinstance(module, timm.layers.DropPath):  # timm's; only the query encoder drops paths
                     module.drop_prob = 0.0
         self.num_mix, self.patch_size, self.slices = num_mix, patch_size, slices
         self.terms = dict.fromkeys(TERMS, 1.0) if terms is None else terms
@@ -511,15 +511,14 @@ def gather(x):
 # D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the query encoder, in training mode, `--key-encoder
 #    query`; both are then the same encoder. There, queries and keys share a forward pass; here, they have one each.
 # D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
-# D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px with 0.05 to 0.35 of the area; large
-#    ones from 0.35. They add the terms local_oto and local_mto to the loss, whose weights are 1: the mean over local
-#    crops of the sum over the keys of both views.
+# D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px with 0.05 to 0.35 of the area, blurred
+#    with probability 0.5; large ones from 0.35. They add the terms local_oto and local_mto to the loss, with weight 1
+#    whatever --term-weights: the mean over local crops of the sum over the keys of both views.
 # D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
 # D8 The schedule. Paper: of 300 epochs, 10 of warmup and "the rest 260" of a cosine. Released, and here: 290.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# The baseline needs `--terms oto,mto`, because `--num-mix 1` alone counts L(q1, k2) twice: mtm is then mto.
 # Omitted: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
 

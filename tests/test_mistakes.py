@@ -33,6 +33,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--resume notes.txt", "notes.txt"),
     (METHODS, "--show-views views.jpg", "views.jpg"),
     (METHODS, "--out busy", "thesis.txt"),
+    (["jcl"], "--out encoder", "backbone.pt"),  # without config.json: not of a run
     (METHODS, "--out notes.txt", "notes.txt"),
     (["moco_jointcrop"], "--moco v3", "ViT"),
     (["moco_jointcrop"], "--variant released --joint blur", "--variant released"),
@@ -62,8 +63,9 @@ MISTAKES = [  # scripts, flags, what the line has to name
 @pytest.fixture
 def place(begun, tmp_path, monkeypatch):
     """A working folder with good and bad things in it."""
-    (tmp_path / "busy").mkdir()
-    for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp"):
+    for folder in ("busy", "encoder"):
+        (tmp_path / folder).mkdir()
+    for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp", "encoder/backbone.pt"):
         (tmp_path / name).write_text("neither a checkpoint nor an image")
     write_tree(tmp_path / "images", ["train/a"])
     (tmp_path / "begun").symlink_to(begun("jcl"))
