@@ -371,8 +371,8 @@ def mix_queries(query_views, partners, alpha):
 class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
-    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. For ShuffleBN on one process, apply
-    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
+    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
+    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
     and keys. queue: number of negatives. temperature: tau.
     """
@@ -448,10 +448,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys with those of all processes, (N, dim), after backward, which uses the old ones."""
+        """Replace the oldest keys by (N, dim) keys of all processes, after backward, which still needs the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if n > length, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, the last
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -463,13 +463,13 @@ def cosine(start, end, done):
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
-def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to 0."""
+def learning_rate(args, now):
+    """Return the learning rate `now` epochs after the start: a linear warmup from 0, then a cosine down to 0."""
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
-    if epoch < warmup:
-        return peak * epoch / warmup
-    return cosine(peak, 0.0, (epoch - warmup) / (args.epochs - warmup))
+    if now < warmup:
+        return peak * now / warmup
+    return cosine(peak, 0.0, (now - warmup) / (args.epochs - warmup))
 
 
 def choose_positives(args, model, images, info, device):
@@ -535,7 +535,7 @@ def main(args, train=None, test=None):
         return common.save_views(args.show_views, views + positive_views + mixed, names, args.norm)
 
     # Model and optimizer
-    info = common.backbone_info(args.arch, args.image_size[0], args.patch_size, args.norm)
+    info = common.backbone_info(args.arch, args.image_size[0], args.patch_size, args.norm)  # stored in backbone.pt
     backbone = common.build_backbone(info)
     sizes = args.image_size + ([args.local_size] if args.local_crops else [])
     width = common.feature_width(backbone, *sizes)
@@ -555,7 +555,7 @@ def main(args, train=None, test=None):
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
     if args.selection in ("kmeans", "center"):
         derived |= dict(clusters=args.num_clusters or max(1, len(train) // 128))
-    config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
+    config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
     info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -591,7 +591,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
-        # Also saved before kNN, so that a test image that cannot be read does not cost the epoch
+        # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
@@ -618,20 +618,20 @@ def gather(x):
 
 
 def shard(x, dim=0):
-    """Inverse of `gather`: return this process's rows of a tensor that all processes have."""
+    """Return this process's part, along dim, of a tensor that all processes have. For dim 0 it undoes `gather`."""
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else x
 
 
 @torch.no_grad()
 def encode_shuffled_keys(encode, views):
-    """Encode views of the global batch with ShuffleBN: keys (V, N, C), on every process.
+    """Return the keys (V, N, C) of the views of all processes, on every process, encoded with ShuffleBN.
 
     Copy it with gather and shard. On one process it has no effect without SplitBatchNorm.
     encode: a function, images (n, 3, H, W) -> keys (n, C). views: list of V views of this process, each (n, 3, H, W).
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB each for 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB per view of 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)

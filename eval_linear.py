@@ -494,23 +494,23 @@ def make_optimizer(args, model):
     return torch.optim.SGD(groups, lr=0.0, momentum=0.9, nesterov=args.nesterov)
 
 
-def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0, before a group's lr_scale.
+def learning_rate(args, now):
+    """Return the learning rate `now` epochs after the start, before a group's lr_scale.
 
     After a linear warmup it is divided by 10 at each milestone or, without milestones, follows a cosine to args.min_lr,
     once per epoch or every step (D4). The cosine counts the epochs of the warmup, as timm's does.
     """
     if args.protocol == "patchmix" and args.epochs >= 100:  # else it changes every step (D4)
-        epoch = max(0, int(epoch) - 1)  # timm's scheduler is called after each epoch
+        now = max(0, int(now) - 1)  # timm's scheduler is called after each epoch
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)  # at most a quarter (D5)
-    if epoch < warmup:
-        return args.warmup_lr + (peak - args.warmup_lr) * epoch / warmup
+    if now < warmup:
+        return args.warmup_lr + (peak - args.warmup_lr) * now / warmup
     if args.protocol != "patchmix":
-        epoch = int(epoch)
+        now = int(now)
     if args.milestones:
-        return peak * 0.1 ** sum(epoch / args.epochs >= milestone for milestone in args.milestones)
-    return args.min_lr + (peak - args.min_lr) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+        return peak * 0.1 ** sum(now / args.epochs >= milestone for milestone in args.milestones)
+    return args.min_lr + (peak - args.min_lr) * (1 + math.cos(math.pi * now / args.epochs)) / 2
 
 
 def train_protocol(args, device, encoder, info, train, test):

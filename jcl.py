@@ -1,8 +1,8 @@
 """JCL: Joint Contrastive Learning with Infinite Possibilities (Cai et al., NeurIPS 2020, arXiv 2009.14776).
 
 MoCo compares the embedding of one view of an image, the query, with that of another view, the key. JCL minimizes an
-upper bound on the expectation of MoCo's loss over all keys that augmentation could produce. The keys are
-assumed to be Gaussian, so the bound needs only their mean mu and covariance Sigma, which are estimated from M' keys.
+upper bound on the expectation of MoCo's loss over all keys that augmentation could produce. The keys are assumed to be
+Gaussian, so the bound needs only their mean mu and covariance Sigma, which are estimated from M' keys.
 
 This changes MoCo's loss in two places. mu replaces the key. In the denominator, the positive logit grows by
 lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. So the loss is low when the keys of an
@@ -22,7 +22,7 @@ The baseline is MoCo v2. `--num-keys 1` is exactly its loss, because one key has
     one query and one key view    ->  one query view and M' key views       (main)
     info_nce(q, k, queue, tau)    ->  jcl_loss(q, k, queue, tau, lambda)    (JCL.forward)
     enqueue(k)                    ->  enqueue(the mean of the M' keys)      (JCL.forward, main)
-(D1), (D2), ... are the differences between the paper and the released code (`--variant released`), listed at the end.
+(D1), (D2), ... at the end are differences between the paper, the released code (`--variant released`) and this file.
 """
 
 import argparse
@@ -97,7 +97,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    # App. D: a learning rate of 0.1 for 128 images. It gives no queue and bn_groups: here they are as for ImageNet
+    # App. D: a learning rate of 0.1 for 128 images. It gives neither queue nor bn_groups: here they are ImageNet's
     imagenet100=dict(arch="resnet18", epochs=100, batch_size=128, lr=0.2),
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth of the images
@@ -120,8 +120,8 @@ def recipe(args):
 def jcl_loss(q, k, queue, temperature, lam):
     """Return JCL's loss (Eq. 8-9). For lam >= 1 it bounds the expected InfoNCE loss over Gaussian keys from above.
 
-    It is the mean of log[exp(q.mu / tau + lam / (2 tau^2) q^T Sigma q) + sum_j exp(q.queue_j / tau)] - q.mu / tau. mu
-    and Sigma are the mean and biased covariance (divided by M') of an image's keys. With one key it is InfoNCE.
+    It is the mean of log[exp(q.mu / tau + lam / (2 tau^2) q^T Sigma q) + sum_j exp(q.queue_j / tau)] - q.mu / tau, with
+    the mean mu and the biased covariance Sigma (divided by M') of an image's keys. With one key it is InfoNCE.
     For lam = 1 the bound follows from Jensen's inequality, E log X <= log E X (Eq. 7), and from the moment-generating
     function of a Gaussian (App. A): E exp(q.k / tau) = exp(q.mu / tau + q^T Sigma q / (2 tau^2)).
 
@@ -185,8 +185,8 @@ def augment(x, args, view):
 class JCL(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with M' keys per query (Algorithm 1).
 
-    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. For ShuffleBN on one process, apply
-    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
+    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
+    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). dim: of queries and keys. queue: number of negatives. temperature: tau.
     vanilla: the loss is the average of info_nce over the keys.
     """
@@ -224,7 +224,7 @@ class JCL(nn.Module):
             else:
                 loss = jcl_loss(q, k, self.queue.keys, self.temperature, lam)  # lines 7 to 10
         mean_keys = keys.mean(0)  # for line 13; not normalized again, so their norm is at most 1
-        metrics = dict(loss=loss.detach(), key_variance=(keys - mean_keys).square().mean())  # Sigma's mean diagonal
+        metrics = dict(loss=loss.detach(), key_variance=(keys - mean_keys).square().mean())  # mean of Sigma's diagonal
         return loss, mean_keys, q.detach(), metrics
 
     @torch.no_grad()
@@ -248,10 +248,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys with those of all processes, (N, dim), after backward, which uses the old ones."""
+        """Replace the oldest keys by (N, dim) keys of all processes, after backward, which still needs the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if n > length, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, the last
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -263,13 +263,13 @@ def cosine(start, end, done):
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
-def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to 0."""
+def learning_rate(args, now):
+    """Return the learning rate `now` epochs after the start: a linear warmup from 0, then a cosine down to 0."""
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
-    if epoch < warmup:
-        return peak * epoch / warmup
-    return cosine(peak, 0.0, (epoch - warmup) / (args.epochs - warmup))
+    if now < warmup:
+        return peak * now / warmup
+    return cosine(peak, 0.0, (now - warmup) / (args.epochs - warmup))
 
 
 def main(args, train=None, test=None):
@@ -289,7 +289,7 @@ def main(args, train=None, test=None):
         return common.save_views(args.show_views, views, ["query"] + ["key"] * args.num_keys, args.norm)
 
     # Model and optimizer
-    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)  # stored in backbone.pt
     backbone = common.build_backbone(info)
     width = common.feature_width(backbone, args.image_size)
     if args.init:
@@ -305,7 +305,7 @@ def main(args, train=None, test=None):
     state = dict(model=model, optimizer=optimizer)
     derived = dict(negatives=negatives, loss_at_uniform_logits=math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
-    config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
+    config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
     info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -337,7 +337,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
-        # Also saved before kNN, so that a test image that cannot be read does not cost the epoch
+        # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
@@ -364,20 +364,20 @@ def gather(x):
 
 
 def shard(x, dim=0):
-    """Inverse of `gather`: return this process's rows of a tensor that all processes have."""
+    """Return this process's part, along dim, of a tensor that all processes have. For dim 0 it undoes `gather`."""
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else x
 
 
 @torch.no_grad()
 def encode_shuffled_keys(encode, views):
-    """Encode views of the global batch with ShuffleBN: keys (V, N, C), on every process.
+    """Return the keys (V, N, C) of the views of all processes, on every process, encoded with ShuffleBN.
 
     Copy it with gather and shard. On one process it has no effect without SplitBatchNorm.
     encode: a function, images (n, 3, H, W) -> keys (n, C). views: list of V views of this process, each (n, 3, H, W).
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB each for 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB per view of 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -434,14 +434,14 @@ def convert_split_batchnorm(module, groups):
     return result
 
 
-# ===================== 7. differences between the paper and the released code
+# ============ 7. differences between the paper, the released code and this file
 
 # D1 lambda. Paper: 4.0, constant. Released: a linear ramp over the epochs, up to 2.0.
 # D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
 # D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
 # D4 The queue. Paper (App. C): 256 keys leave while N = 512 enter, so it would grow. Here and released: N leave, too.
 # D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
-# D6 The queue with --vanilla. Paper: not given. Here (not in the paper): the mean keys enter, too.
+# D6 The queue with --vanilla. Paper: not given. Here: the mean keys enter, too.
 # D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Omitted: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.

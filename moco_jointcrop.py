@@ -3,8 +3,8 @@
 Two random crops of an image usually have similar areas, and such pairs are easy positives. JointCrop draws the ratio of
 the two areas first, and then the areas, from the same range. beta sets the distribution of the ratio: beta > 0 prefers
 similar areas, beta = 0 makes its logarithm uniform, and beta < 0 prefers extreme ratios. JointBlur does the same with
-the sigmas of the two blurs: one view is sharp, the other is not. The rest is MoCo, with a queue (v1, v2) or without one
-(v3). Inference: only the paper's appendix was available, so JointBlur's form is our choice (see the end).
+the sigmas of the two blurs: one view can be sharp while the other is not. The rest is MoCo, with a queue (v1, v2) or
+without one (v3). Inference: only the paper's appendix was available, so JointBlur's form is our choice (see the end).
 
     Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the sigmas of the two blurs
     Eq. 4-10           joint_from_uniform, beta=None       RandomCrop's areas (in the tests)
@@ -21,7 +21,7 @@ the sigmas of the two blurs: one view is sharp, the other is not. The rest is Mo
 The baseline is MoCo, which is exactly `--joint none` (v1 with ContrastiveCrop's views). JointCrop and JointBlur change:
     two areas, each drawn on its own          ->  two areas whose ratio is drawn first              (JointCrop)
     each view is blurred or not on its own    ->  one draw for both, and sigmas by the same rule    (draw_sigmas)
-(D1), (D2), ... are the differences between the paper and the released code (`--variant released`), listed at the end.
+(D1), (D2), ... at the end are differences between the paper, the released code (`--variant released`) and this file.
 """
 
 import argparse
@@ -91,8 +91,8 @@ def parse_args(argv=None):
     args = common.parse_args(parser, argv, recipe)
     if args.joint in ("blur", "either", "both") and min(args.blur_p) == 0:
         parser.error(f"--joint {args.joint} needs blurs of both views: pass --blur-p 0.5")
-    form = args.moco, args.joint, args.beta, args.css_alpha, args.local_crops
-    if args.variant == "released" and form != ("v3", "crop", 0, 1, 0):
+    chosen = args.moco, args.joint, args.beta, args.css_alpha, args.local_crops
+    if args.variant == "released" and chosen != ("v3", "crop", 0, 1, 0):
         parser.error("--variant released is JointCrop with beta 0 on two views, on MoCo v3 (D3, D6)")
     if not math.isfinite(args.beta) or args.css_alpha < 0.01:  # below that, Beta's draws underflow
         parser.error("expected a finite --beta, and --css-alpha 0.01 or more")
@@ -133,7 +133,7 @@ V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
     queue=None, bn_groups=None,  # it has neither
 )  # fmt: skip
-V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # our choice, as the next
+V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # our choice; so is the next
 V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 
 
@@ -208,7 +208,7 @@ def contrast(q, k, temperature, first):
     q: (n, C), this process's queries. k: (N, C), the keys of all processes. Both are L2-normalized here. Key first + i
     is the positive of query i, and the other keys are its negatives. temperature: tau > 0.
     Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
-    autocast, which would undo that. Raises ValueError if the shapes do not fit, or queries have no such key.
+    autocast, which would undo that. Raises ValueError if the shapes do not fit, or first is out of range.
     """
     if q.dim() != 2 or k.shape[1:] != q.shape[1:] or not 0 <= first <= len(k) - len(q):
         found = f"{tuple(q.shape)}, {tuple(k.shape)} and {first}"
@@ -255,7 +255,7 @@ class JointCrop(v2.RandomResizedCrop):
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
     these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
     whole: if no crop fits into the image, take all of it, not a center crop (D2). torchvision tries ten aspect ratios,
-    each with a new area. Here all have one area: none fits for 40% of the crops of 640 x 320 px with areas from 0.2.
+    each with a new area. Here all have one area: none fits for 40% of the crops of 640 x 320 images (areas from 0.2).
 
     This does the same without the class, with torchvision.transforms.RandomResizedCrop, and with resized_crop and
     gaussian_blur from torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:
@@ -316,7 +316,7 @@ class JointViews(common.Views):
             joint_crop = torch.rand(()).item() < self.probability
             joint_blur = not joint_crop
         crops = crop(image, joint=joint_crop and self.pair != "local")  # App. D
-        for _ in range(0, self.local_crops, 2):  # 1 and 2, 3 and 4, ...; of an odd number, one is too many
+        for _ in range(0, self.local_crops, 2):  # in pairs; if their number is odd, the last crop is cut off below
             crops += local_crop(image, joint=joint_crop and self.pair != "global")
         return [common.to_tensor(x) for x in crops[: 2 + self.local_crops]], joint_blur
 
@@ -377,8 +377,8 @@ class MoCoBase(nn.Module):
 class MoCo(MoCoBase):
     """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
-    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. For ShuffleBN on one process, apply
-    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
+    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
+    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
     negatives. temperature: of the loss.
     """
@@ -410,7 +410,7 @@ class MoCo(MoCoBase):
 class MoCoV3(MoCoBase):
     """MoCo v3's query encoder with a predictor, and its momentum encoder. It has no queue.
 
-    Copy it with MoCoBase, contrast, mlp and gather. On several GPUs convert it by timm.layers.convert_sync_batchnorm,
+    Copy it with MoCoBase, contrast, mlp and gather. On several GPUs convert it with timm.layers.convert_sync_batchnorm,
     and wrap it in DistributedDataParallel. hidden: of projector and predictor. For the other arguments see `MoCo`.
     """
 
@@ -453,10 +453,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys with those of all processes, (N, dim), after backward, which uses the old ones."""
+        """Replace the oldest keys by (N, dim) keys of all processes, after backward, which still needs the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if n > length, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, the last
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -468,15 +468,15 @@ def cosine(start, end, done):
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
-def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warmup, then a cosine, or --milestones (D8)."""
+def learning_rate(args, now):
+    """Return the learning rate `now` epochs after the start: a linear warmup, then a cosine, or --milestones (D8)."""
     peak, last = args.lr * args.batch_size / 256, args.min_lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
-    if epoch < warmup:
-        return peak * epoch / warmup
+    if now < warmup:
+        return peak * now / warmup
     if args.milestones:
-        return peak * 0.1 ** sum(epoch / args.epochs >= share for share in args.milestones)
-    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
+        return peak * 0.1 ** sum(now / args.epochs >= fraction for fraction in args.milestones)
+    return cosine(peak, last, (now - warmup) / (args.epochs - warmup))
 
 
 def lars(model, weight_decay):
@@ -496,9 +496,9 @@ def main(args, train=None, test=None):
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups or 1, "--bn-groups")  # per process
     released = args.variant == "released"
-    form = dict(beta=args.beta, offset=0.1 if released else 0.0, css_alpha=args.css_alpha, whole=released)  # D1, D2
-    crop = JointCrop(args.image_size, args.crop_scale, **form)
-    local_crop = JointCrop(args.local_size, args.local_scale, **form)
+    options = dict(beta=args.beta, offset=0.1 if released else 0.0, css_alpha=args.css_alpha, whole=released)  # D1, D2
+    crop = JointCrop(args.image_size, args.crop_scale, **options)
+    local_crop = JointCrop(args.local_size, args.local_scale, **options)
     images = JointViews(train, crop, local_crop, args.local_crops, args.joint, args.joint_pair, args.joint_prob)
     sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
     options = common.loader_options(args.workers, device)
@@ -511,7 +511,7 @@ def main(args, train=None, test=None):
         return common.save_views(args.show_views, views, names, args.norm)
 
     # Model and optimizer
-    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)  # stored in backbone.pt
     backbone = common.build_backbone(info, zero_init=v3)
     sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
     width = common.feature_width(backbone, *sizes)
@@ -536,7 +536,7 @@ def main(args, train=None, test=None):
     uniform = (4 * args.temperature if v3 else 1) * math.log(negatives + 1)  # v3's loss is two terms of 2 tau each
     derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(batch_norm_groups=1 if synchronize else groups * world, bf16=amp)
-    config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
+    config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
     info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -570,7 +570,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr, momentum=m) | meter.averages() | common.embedding_health(q))
-        # Also saved before kNN, so that a test image that cannot be read does not cost the epoch
+        # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
@@ -597,20 +597,20 @@ def gather(x):
 
 
 def shard(x, dim=0):
-    """Inverse of `gather`: return this process's rows of a tensor that all processes have."""
+    """Return this process's part, along dim, of a tensor that all processes have. For dim 0 it undoes `gather`."""
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else x
 
 
 @torch.no_grad()
 def encode_shuffled_keys(encode, views):
-    """Encode views of the global batch with ShuffleBN: keys (V, N, C), on every process.
+    """Return the keys (V, N, C) of the views of all processes, on every process, encoded with ShuffleBN.
 
     Copy it with gather and shard. On one process it has no effect without SplitBatchNorm.
     encode: a function, images (n, 3, H, W) -> keys (n, C). views: list of V views of this process, each (n, 3, H, W).
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB each for 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB per view of 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -667,7 +667,7 @@ def convert_split_batchnorm(module, groups):
     return result
 
 
-# ===================== 7. differences between the paper and the released code
+# ============ 7. differences between the paper, the released code and this file
 
 # D1 s_b, line 1. Paper: ln(s_max / s_min). Released: ln(s_max / s_min - 0.1).
 # D2 If none of ten aspect ratios fits. Paper: a center crop. Released: the whole image.

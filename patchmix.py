@@ -25,7 +25,7 @@ a trained patch projection and trained positions, and without the factor 2 tau. 
     queries of both views                ->  queries of one view are of mixed images    (PatchMix.forward)
     L(q2, k1) + L(q1, k2)                ->  oto + mto + mtm, with mixed keys           (PatchMix.forward)
     InfoNCE with one positive per query  ->  M, or 2M - 1, positives with weights       (mix_targets, soft_info_nce)
-(D1), (D2), ... are the differences between the paper and the released code (`--variant released`), listed at the end.
+(D1), (D2), ... at the end are differences between the paper, the released code (`--variant released`) and this file.
 """
 
 import argparse
@@ -385,13 +385,13 @@ def cosine(start, end, done):
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
-def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr."""
+def learning_rate(args, now):
+    """Return the learning rate `now` epochs after the start: a linear warmup from 0, then a cosine down to --min-lr."""
     peak, last = args.lr * args.batch_size / 256, args.min_lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
-    if epoch < warmup:
-        return peak * epoch / warmup
-    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
+    if now < warmup:
+        return peak * now / warmup
+    return cosine(peak, last, (now - warmup) / (args.epochs - warmup))
 
 
 def main(args, train=None, test=None):
@@ -445,7 +445,7 @@ def main(args, train=None, test=None):
         weight += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
     derived = dict(loss_at_uniform_logits=weight * math.log(args.batch_size), peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(mix_slices=slices * world, batch_norm_groups=world if device.type == "cpu" else 1, bf16=amp)
-    config, records = common.open_run(args, train, state, derived)  # one record per finished epoch
+    config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
     info |= dict(method=args.method, encoder=args.key_encoder, dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -479,7 +479,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr, momentum=momentum) | meter.averages() | common.embedding_health(q))
-        # Also saved before kNN, so that a test image that cannot be read does not cost the epoch
+        # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.momentum_backbone, info, train, test, device, args.workers, amp)
@@ -502,7 +502,7 @@ def gather(x):
     return torch.cat(parts)
 
 
-# ===================== 7. differences between the paper and the released code
+# ============ 7. differences between the paper, the released code and this file
 
 # D1 The terms. Paper: each counts 1, and mtm's weights sum to M. Released: oto counts 1, mto and mtm 0.5, mtm's weights
 #    sum to 1, and 0.1 of oto's targets is spread over all keys. So its M = 1 is not MoCo v3.
