@@ -51,7 +51,6 @@ def main(args, train=None, test=None):
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device))
     if args.dump:
-        info.pop("data_dir", None)  # features that people publish need no path of the training images
         arrays = dict(classes=np.array(getattr(train, "classes", []), str), protocol=json.dumps(info))
         for part, images in ("train", train), ("test", test):
             if images is not None:

@@ -19,7 +19,7 @@ The same command resumes an interrupted run. The scores are those of the last ep
     --protocol jcl               JCL's Table 1, and Fig. 2 with --dataset imagenet100
     --protocol clim              CLIM's Tables 1, 6 to 9 and 11. Table 2: --finetune --protocol clim --label-files LIST
     --protocol patchmix          PatchMix's Tables 2, 3 and 5 to 7, "Linear". "Finetune": with --finetune
-    --solver lbfgs               LoGo's Table 5; for Pets, Flowers, Caltech101 and Aircraft with --metric per_class
+`--solver lbfgs` fits features: LoGo's supplement, Table 5 (Pets, Flowers, Caltech101, Aircraft: --metric per_class).
 `--finetune` trains all layers, by PatchMix's recipe (ViTs) or CLIM's (others). eval_knn.py evaluates its --out, too.
 (D1), (D2), ... are the differences from the papers, listed at the end.
 """
@@ -95,7 +95,7 @@ def recipe(args, info):
         lr = dict(vit_tiny=1e-3) if args.finetune else dict(vit_tiny=0.05, vit_base=0.01)
         values["lr"] = lr.get(arch, values["lr"])
         if args.dataset in ("cifar10", "cifar100"):
-            values["batch_size"] = 256
+            values["batch_size"] = 256  # as pad, [C]
             values["pad"] = 4 if args.finetune and info["image_size"] <= 32 else 0
     return values
 
@@ -148,14 +148,14 @@ def parse_args(argv=None):
         parser.error("--solver lbfgs and --no-baselines need --protocol probe")
     if args.solver == "lbfgs":
         names = LBFGS
-    others = [name for name in PROBE | LBFGS | FINETUNE["clim"] if name not in names]
-    common.refuse(parser, args, True, others, "with this --protocol, --solver and --finetune")
+    without_effect = [name for name in PROBE | LBFGS | FINETUNE["clim"] if name not in names]
+    common.refuse(parser, args, True, without_effect, "with this --protocol, --solver and --finetune")
     return args
 
 
 def complete(args, info):
     """Return a copy of args with the protocol, the dataset, the recipe's values for what is not set, and an --out."""
-    given, args = vars(args), argparse.Namespace(**vars(args))  # the command line, and a copy that is completed
+    from_command_line, args = vars(args), argparse.Namespace(**vars(args))  # the latter is completed
     if args.protocol is None:
         tuning = "patchmix" if common.is_vit(info["timm_name"]) else "clim"
         args.protocol = tuning if args.finetune else "probe"
@@ -174,10 +174,10 @@ def complete(args, info):
         if path.stem.startswith("epoch-"):  # one of --keep-every
             source += f"-{path.stem}"
         words = [args.method, args.protocol, args.dataset or "own", source, f"s{args.seed}"]
-        others = "amp prefix data_dir encoder label_fraction label_files image_size patch_size num_heads norm"
-        for name in [*values, *others.split()]:
-            if given.get(name) not in (None, "auto") and name != "resume":
-                words.append(name + Path(common.format_value(given[name])).name)
+        named = "amp prefix data_dir encoder label_fraction label_files image_size patch_size num_heads norm"
+        for name in [*values, *named.split()]:
+            if from_command_line.get(name) not in (None, "auto") and name != "resume":
+                words.append(name + Path(common.format_value(from_command_line[name])).name)
         args.out = common.run_folder(words)
     return args
 
@@ -271,8 +271,8 @@ def scores(logits, labels, num_classes, name="linear"):
 def hold_out(labels, fraction, least=400):
     """Split the rows of labels (n,), on the CPU, at random: [(rows to fit, rows to choose by), ...].
 
-    A fold holds out a fraction of the rows. There are as many folds, as in cross-validation, as it takes to hold out
-    `least` rows, or all but one per class, which is always fitted. If each class has one row, none is held out.
+    Each fold holds out a fraction of the rows. Folds are added, as in cross-validation, until `least` rows or all but
+    one per class have been held out. That one is always fitted. If each class has one row, none is held out.
     """
     order = torch.randperm(len(labels))
     last_of_class = dict(zip(labels[order].tolist(), order.tolist(), strict=True))  # the row that is always fitted
@@ -302,8 +302,8 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
     x: (n, d) and test_x: (m, d), which are standardized by the mean and the standard deviation of x; a feature that
     does not vary in x, except for rounding, becomes 0. y: (n,) int64. lrs: peak learning rates of cosine schedules;
     None: 13 from 10^-4.5 to 10^1.5. holdout: fraction of x that is held out to choose one of them, by cross-validation
-    if that is less than 400 rows. If each class has one row, the fitted rows choose. Then all of x is fitted. Random
-    numbers are torch's global ones.
+    if that is less than 400 rows. If each class has one row, the fitted rows choose. The final fit uses all of x.
+    Random numbers are torch's global ones.
     Returns {'logits': (m, num_classes), 'chosen': learning rate, 'held_out': {learning rate: percent}}.
     To copy it, also copy hold_out, best_of and affine, and delete common.progress.
     """
@@ -337,7 +337,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
             part.extend(((x[choosing] @ weight).argmax(1) == y[choosing]).tolist())
     percents = [100 * (sum(part) / len(part)) for part in right]
     best = best_of(percents)
-    (weight,) = fit(torch.cat([check, rest]), [lrs[best]])
+    (weight,) = fit(torch.cat([check, rest]), [lrs[best]])  # all rows, of the last fold
     return dict(logits=test_x @ weight, chosen=lrs[best], held_out=dict(zip(lrs, percents, strict=True)))
 
 
@@ -348,7 +348,7 @@ def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=
     These are W and, in the last row, the bias b, which minimize sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2.
     x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn, but 2 / C for two classes, where scikit-learn
     penalizes one weight vector, the difference of the two here. tolerance: a warning is logged if an entry of the
-    final gradient exceeds it: that of the sum divided by n, with respect to b and the whitened weights V below.
+    final gradient exceeds it (of the sum divided by n, with respect to b and the whitened weights V below).
     """
     # L-BFGS finds V, with W = P V, where P whitens the features as far as the penalty allows: fewer iterations
     values, basis = torch.linalg.eigh(x.T @ x / len(x))
@@ -379,9 +379,9 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
     """Fit features by logistic regression. Held-out features choose the strength of its L2 penalty.
 
     x: (n, d) and test_x: (m, d), which are centered and divided by one number, the root mean square of x[rest]. So a
-    strength means the same for every encoder, and directions keep their relative size. All is in float64. y: (n,)
-    int64. rest, check: rows to fit and rows to choose by; if the latter are none, the fitted rows choose. Then all are
-    fitted. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
+    strength means the same for every encoder, and directions keep their relative size. Computes in float64. y: (n,)
+    int64. rest, check: rows to fit and rows to choose by; if check is empty, the fitted rows choose. The final fit uses
+    both. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
     To copy it, also copy scores, best_of, affine and logistic_regression, and delete what calls common.
     """
     mean = x[rest].double().mean(0)
@@ -431,7 +431,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         if common.rank_and_world()[0] > 0:
             continue
         features = x.to(device), y.to(device), test_x.to(device)
-        torch.manual_seed(args.seed)  # so that the probe has the same folds
+        torch.manual_seed(args.seed)  # so that the probe has the folds that were logged
         if lbfgs:
             found = lbfgs_probe(*features, *folds[0], num_classes, args.strengths, args.metric)
         else:
