@@ -75,7 +75,7 @@ def to_rgb(image):
     if not isinstance(image, Image.Image):
         raise ValueError(f"expected a PIL image, not {type(image).__name__}")
     tile = getattr(image, "tile", None)  # how an opened file will be decoded, for example from "RGB;16B"
-    if image.mode.startswith(("I", "F")) or (tile and re.search(";16[BLN]", str(tile[0]))):  # Pillow would clip it
+    if image.mode.startswith(("I", "F")) or (tile and re.search(";16[BLN]", str(tile[0]))):  # Pillow loses bits
         raise ValueError("it has more than 8 bits per channel: convert it")
     return image if image.mode == "RGB" else image.convert("RGB")
 
