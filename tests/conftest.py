@@ -101,9 +101,13 @@ def info_nce(q, k, queue, temperature):
     return total / len(q)
 
 
-def ks(sample, other=np.linspace(0, 1, 10**6)):
+def ks(sample, other=None):
     """Kolmogorov-Smirnov distance to a sample, or the uniform distribution, times sqrt(size): rarely above 2."""
-    sample, other = np.sort(np.ravel(sample)), np.sort(np.ravel(other))
+    sample = np.sort(np.ravel(sample))
+    if other is None:
+        uniform, steps = sample.clip(0, 1), np.linspace(0, 1, len(sample) + 1)
+        return max((steps[1:] - uniform).max(), (uniform - steps[:-1]).max()) * len(sample) ** 0.5
+    other = np.sort(np.ravel(other))
     at = np.concatenate([sample, other])
     distance = np.searchsorted(sample, at, "right") / len(sample) - np.searchsorted(other, at, "right") / len(other)
     return abs(distance).max() * (len(sample) * len(other) / len(at)) ** 0.5
