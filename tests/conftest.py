@@ -97,7 +97,7 @@ def info_nce(q, k, queue, temperature):
     total = 0.0
     for i in range(len(q)):
         positive = torch.exp(q[i] @ k[i] / temperature)
-        total = total - torch.log(positive / (positive + sum(torch.exp(q[i] @ n / temperature) for n in queue)))
+        total = total - torch.log(positive / (positive + torch.exp(queue @ q[i] / temperature).sum()))
     return total / len(q)
 
 

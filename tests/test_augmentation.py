@@ -39,7 +39,7 @@ def changes(monkeypatch):
 
         def adjust(x, factor, name=name, original=getattr(common, f"adjust_{name}")):
             changes.append((name, factor.flatten()))
-            return original(x, factor)
+            return original(x, factor) if len(x) else x
 
         monkeypatch.setattr(common, f"adjust_{name}", adjust)
     return changes
@@ -110,7 +110,7 @@ def test_factors_of_a_jitter_are_uniform_and_independent(changes):
 def test_all_orders_of_a_jitter_are_equally_likely(changes, n=2400):
     torch.manual_seed(0)
     for _ in range(n):
-        common.color_jitter(torch.zeros(1, 3, 1, 1), 0.4, 0.4, 0.4, 0.1)
+        common.color_jitter(torch.zeros(0, 3, 1, 1), 0.4, 0.4, 0.4, 0.1)
     orders = [tuple(name for name, _ in changes[i : i + 4]) for i in range(0, 4 * n, 4)]
     counts = np.array([orders.count(order) for order in itertools.permutations(ADJUST)])
     assert counts.sum() == n and abs(counts - n / 24).max() < 5 * (n / 24) ** 0.5

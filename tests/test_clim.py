@@ -205,7 +205,7 @@ def test_views_of_the_image_and_of_its_positive(flags, others):
 
 
 def test_positives_are_drawn_uniformly_and_anew_each_time():
-    images, n = data_set(), 1000
+    images, n = data_set("--mix none"), 1000
     images.positives.copy_(torch.arange(10).expand(40, -1))  # a positive is the number of its column
     drawn = torch.tensor([number_of(images[3][0][1][0]) for _ in range(n)])
     assert (drawn.bincount(minlength=10) - n / 10).abs().max() < 5 * math.sqrt(n / 10)  # image 0 is a positive, too
@@ -317,7 +317,7 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp
     events, rate = [], clim.learning_rate
     monkeypatch.setattr(clim, "learning_rate", lambda args, epoch: events.append(epoch) or rate(args, epoch))
     monkeypatch.setattr(clim, "choose_positives", lambda *_: events.append("choice") or torch.zeros(16, 10))
-    flags = "--arch resnet_micro --clim-start 3 --refresh-every 2 --epochs 8 --knn-every 0".split()
+    flags = "--clim-start 3 --refresh-every 2 --epochs 8 --knn-every 0".split()
     tiny.run("clim", tmp_path, *flags, train=Blank(16))
     assert events == [0, 1, 2, "choice", 3, 4, "choice", 5, 6, "choice", 7]
 

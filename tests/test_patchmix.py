@@ -56,10 +56,10 @@ def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
     """Eq. 13-15 as printed, without the weights' normalization. smoothing: the share of them that all keys get."""
     total = 0
     for i in range(len(q)):
-        scores = [(torch.cosine_similarity(q[i], z, dim=0) / temperature).exp() for z in k]
-        logs = [(score / sum(scores)).log() for score in scores]
+        scores = (torch.cosine_similarity(q[i], k, dim=1) / temperature).exp()
+        logs = (scores / scores.sum()).log()
         for j in range(index.shape[1]):
-            total = total - weight[j] * ((1 - smoothing) * logs[index[i, j]] + smoothing * sum(logs) / len(k))
+            total = total - weight[j] * ((1 - smoothing) * logs[index[i, j]] + smoothing * logs.mean())
     return total / len(q)
 
 
