@@ -18,7 +18,7 @@ import common
 pytestmark = pytest.mark.usefixtures("_tiny")
 
 NANO = "--arch resnet_nano"
-JCL = [*FLAGS, "--epochs", "3", *NANO.split()]
+JCL = [*FLAGS, "--epochs", "3"]
 MORE = {"jcl": NANO, "moco_jointcrop --moco v3": NANO, "clim": "--clim-start 1 --refresh-every 2"}
 CASES = [f"{case} {MORE.get(case, '')}".strip() for case in (" ".join(words).strip() for words in EACH_MODEL)]
 # Flags of all starts; then, for each but the last, its end (see tiny.strike) and the epochs that last.pt has by then.
@@ -29,8 +29,8 @@ SCENARIOS = {
     "two workers": ("--workers 2", [("step 6", 1)], []),
     "in CLIM's choice": ("--knn-every 0", [("choice 1", 1), ("choice 1", 1)], []),
 }
-DISTURBED = [pair for pair in itertools.product(CASES, SCENARIOS) if "CLIM" not in pair[1] or "clim" in pair[0]]
-QUICK = [(f"jcl {NANO}", "in an epoch"), (f"jcl {NANO}", "in its kNN")]
+ONLY = {"in CLIM's choice": CASES[2:3], "two workers": CASES[:3]}  # each Dataset: two files' own, and common.Views
+DISTURBED = [(case, scenario) for scenario in SCENARIOS for case in ONLY.get(scenario, CASES)]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def straight(_tiny, tmp_path_factory):
     """A function: words -> the folder of the undisturbed run of three epochs, made once."""
 
     @functools.cache
-    def folder(words=f"jcl {NANO}"):
+    def folder(words="jcl"):
         (method, *flags), out = words.split(), tmp_path_factory.mktemp("straight") / "run"
         assert life(method, [*FLAGS, "--epochs", 3, *flags, "--out", out])[0] == 0
         return out
@@ -46,7 +46,7 @@ def straight(_tiny, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("case, scenario", slow_but(QUICK, DISTURBED))
+@pytest.mark.parametrize("case, scenario", slow_but([("patchmix", "in an epoch")], DISTURBED))
 def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, scenario):
     (flags, ends, without_knn), (method, *more) = SCENARIOS[scenario], case.split()
     words = [*FLAGS, "--epochs", "3", *more, *flags.split(), "--out", tmp_path]
@@ -57,6 +57,7 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, sc
     assert_same_run(straight(f"{case} {flags}".strip()), tmp_path, without_knn)
 
 
+@pytest.mark.slow
 def test_ended_at_each_moment_in_turn(straight, tmp_path):
     """The n-th start ends at its n-th step, write, flush, renaming or kNN, until one lasts. last.pt is always whole."""
     for number in itertools.count(1):
@@ -129,6 +130,7 @@ def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, capsys):
     assert "finished" in run("jcl", tmp_path, *JCL) and contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
     """A changed bit is found by a checksum, also in the archive's directory, or it changes nothing that is loaded."""
     torch.manual_seed(0)
@@ -147,19 +149,22 @@ def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
     assert found > 300  # the rest is padding, and dates of files
 
 
+@pytest.mark.slow
 def test_resume_begins_another_folder(straight, tmp_path, capsys):
     """With --resume FILE: the same weights and records. The same command again resumes in --out, not in FILE's run."""
-    source = straight(f"jcl {NANO} --keep-every 1")
-    before, words = contents(source), [*JCL, "--resume", source / "epoch-0001.pt", "--out", tmp_path]
+    source, new = tmp_path / "source", tmp_path / "new"
+    words = [*JCL, "--resume", source / "epoch-0001.pt", "--out", new]
+    life("jcl", [*JCL, "--keep-every", 1, "--out", source], "step 5")
+    before = contents(source)
     for moment, epochs in (("step 2", None), ("step 6", 2), ("", 3)):
         life("jcl", words, moment)
-        assert epochs_of(tmp_path) == epochs
+        assert epochs_of(new) == epochs
     assert "epoch-0001.pt" in refused(capsys, tiny.play, "jcl", [*words[:-1], source])
     assert contents(source) == before
-    assert_same_run(straight(), tmp_path)
+    assert_same_run(straight(), new)
 
 
-@pytest.mark.parametrize("method", slow_but(["clim", "logo"], QUEUES))
+@pytest.mark.parametrize("method", slow_but(["clim"], QUEUES))
 def test_resume_with_other_images(method, begun, tmp_path, capsys):
     """And other flags, which are printed. The optimizer takes its own from these. CLIM's positives are chosen anew."""
     words = ["--weight-decay", 0.5, "--resume", begun(method) / "last.pt", *["--refresh-every", 1] * (method == "clim")]
@@ -175,7 +180,8 @@ def test_resume_with_other_images(method, begun, tmp_path, capsys):
         assert load(tmp_path / "none" / "last.pt")["positives"].max() < 0
 
 
-@pytest.mark.parametrize("method", slow_but(["jcl"], ["jcl", "clim", "logo", "patchmix"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["jcl", "clim", "logo", "patchmix"])
 def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, capsys):
     """Of another method, without a part, or with other shapes. --out can still be used afterwards."""
     state, more = load(begun(method) / "last.pt"), ["--epochs", 3, "--resume", tmp_path / "last.pt"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import JCL_AT_ONCE, METHODS, Blank
+from conftest import JCL_AT_ONCE, METHODS, Blank, slow_but
 from tiny import load, records, refused, run, unequal
 from torch import nn
 
@@ -27,7 +27,7 @@ def knn(*words):
     return eval_knn.main(eval_knn.parse_args([*map(str, words), "--device", "cpu", "--no-baselines"]))["encoder"]
 
 
-@pytest.mark.parametrize("line", [*METHODS, "patchmix --key-encoder query"])
+@pytest.mark.parametrize("line", slow_but(["patchmix"], [*METHODS, "patchmix --key-encoder query"]))
 def test_a_runs_folder(line, tmp_path, capsys):
     """Every second epoch and the last have a kNN, of the encoder in backbone.pt, which the authors evaluate."""
     method, *flags = line.split()

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -33,6 +34,8 @@ def shrink(patch):
     make = common.Patterns
     patch.setattr(common, "Patterns", lambda count, size, seed: make(68 if count > 1024 else 32, size, seed))
     patch.setitem(common.ARCHS, "resnet_nano", ("resnet18", NANO))
+    name, options = common.ARCHS["vit_micro"]  # two blocks, of which the second has drop path
+    patch.setitem(common.ARCHS, "vit_micro", (name, options | dict(depth=2)))
     small = dict(hidden=32, dim=16, patch_size=8, queue=32, mix_slices=2, drop_path=0.2, clim_start=0, num_clusters=4)
     for method in METHODS:
         module = importlib.import_module(method)
@@ -63,6 +66,19 @@ def begun(_tiny, tmp_path_factory):
     def folder(method):
         out = tmp_path_factory.mktemp(method) / "run"
         assert life(method, [*FLAGS, "--knn-every", "0", "--out", out], "step 6")[0] == 130
+        return out
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(begun, tmp_path_factory):
+    """A function: method -> a copy of its run in `begun` that was resumed without a fault, made once."""
+
+    @functools.cache
+    def folder(method):
+        out = shutil.copytree(begun(method), tmp_path_factory.mktemp(method) / "run")
+        run(method, out, "--knn-every", 0)
         return out
 
     return folder
