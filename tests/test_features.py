@@ -47,6 +47,7 @@ def test_knn_is_a_double_loop(n, m, d, classes, tau):
     assert torch.equal(found, torch.stack(slow))
 
 
+@pytest.mark.slow
 def test_knn_with_a_bank_that_needs_chunks():
     """2 million points of the circle, labels: octants; more queries than one chunk holds, in the octants' middles."""
     octants = 8 * torch.rand(2**21, generator=generator(0))
@@ -109,6 +110,7 @@ def sharded(folder):
     torch.save(result, f"{folder}/{rank}.pt")
 
 
+@pytest.mark.slow
 def test_several_processes_find_what_one_finds(tmp_path):
     succeed(tmp_path / "log", sharded, [(tmp_path,)] * 3)
     found = [load(tmp_path / f"{rank}.pt") for rank in range(3)]

@@ -13,7 +13,7 @@ import test_eval
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import generator
+from conftest import generator, slow_but
 from PIL import Image
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
@@ -165,7 +165,7 @@ def test_layer_decay(places):
     assert found == {name: (pytest.approx(10 / 1e-4 if name.startswith("head.") else 1), 0) for name in found}
 
 
-@pytest.mark.parametrize("flags", ["", "--mixup 0 --cutmix 0"])
+@pytest.mark.parametrize("flags", slow_but([""], ["", "--mixup 0 --cutmix 0"]))
 def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
     """Its images are not cropped here. Erasing, mixup and drop-path draw as seed and epoch say. An epoch: two steps."""
     monkeypatch.setattr(eval_linear, "training_transform", lambda *_: lambda image: image)
@@ -200,6 +200,7 @@ def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
         torch.testing.assert_close(trained[name], model.state_dict()[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_drop_path_0_turns_off_the_encoders_own(places, tmp_path):
     """timm's Swin, for example, has one."""
     own = load(places["VIT"] / "backbone.pt")
@@ -286,12 +287,12 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
 
 def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     """val/ chooses where there is test/ too, else a part of train/. Of few labels a part chooses: val/ is left out."""
-    flags = [places["VIT"], "--solver", "lbfgs", "--strengths", 0.1, 1, 10, "--metric", "per_class"]
+    flags = [places["VIT"], "--solver", "lbfgs", "--strengths", 1, 10, 100, "--metric", "per_class"]
     result, said = run(*flags), capsys.readouterr().out
     assert list(result) == ["encoder", "untrained"] and "on 18 images" in said and "all 60 " in said
     train, val, (test_x, *_, test_y) = test_eval.parts(places, "train", "val", "test")
     x, *_, y = (torch.cat(pair) for pair in zip(train, val, strict=True))
-    found = eval_linear.lbfgs_probe(x, y, test_x, *torch.arange(60).split([42, 18]), 3, [0.1, 1, 10])
+    found = eval_linear.lbfgs_probe(x, y, test_x, *torch.arange(60).split([42, 18]), 3, [1, 10, 100])
     assert result["encoder"] == pytest.approx(eval_linear.scores(found["logits"], test_y, 3))
     run(*flags, "--label-fraction", 0.2, "--holdout", 0.5)
     said = capsys.readouterr().out
@@ -335,6 +336,7 @@ def test_a_run_and_what_it_leaves(tuned):
     assert run(*flags, "--out", out) == result and contents(out) == files
 
 
+@pytest.mark.slow
 def test_an_encoder_that_was_fine_tuned_on_other_images_is_evaluated_on_these(places, tmp_path):
     """Also if there are images without labels, of which the fine-tuning takes none."""
     data = shutil.copytree(places["DATA"], tmp_path / "data")
@@ -345,6 +347,7 @@ def test_an_encoder_that_was_fine_tuned_on_other_images_is_evaluated_on_these(pl
     assert found == test_eval.run(eval_knn, tmp_path / "run", "--k", 3, *flags[:4])
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed(tuned, tmp_path):
     """In an epoch, in a save, in the evaluation, which costs no epoch: as an undisturbed run, bit for bit."""
     flags, out, result = tuned

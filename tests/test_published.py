@@ -8,7 +8,7 @@ import test_eval
 import timm
 import torch
 import torchvision
-from conftest import EACH_MODEL
+from conftest import EACH_MODEL, slow_but
 from safetensors.torch import save_file
 from tiny import FLAGS, epochs_of, life, load, refused, run
 
@@ -19,6 +19,7 @@ import eval_linear
 places = test_eval.places
 VIT = dict(arch="vit_micro", image_size=32, patch_size=8, num_heads=4)
 RESNET = dict(arch="resnet_mini", image_size=96)
+SCRIPTS = [(eval_knn, "--k 3"), (eval_linear, "--epochs 2")]
 
 FORMS = {  # how timm builds it; the entry of the file, and the prefixes of the query and of the momentum encoder
     "MoCo v2": (RESNET, "state_dict", "module.encoder_q.", "module.encoder_k."),
@@ -57,7 +58,7 @@ def read(path, **how):
     return common.open_encoder(eval_knn.parse_args([str(path), *flags]))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but(["MoCo v2", "PatchMix"], FORMS))
 def test_each_form_is_read(form, tmp_path, capsys):
     """By its prefix, which is not guessed: the message of a wrong one names those that the file has."""
     how, entry, *prefixes = FORMS[form]
@@ -87,11 +88,11 @@ def test_a_plain_state_dict_needs_no_prefix(tmp_path):
 
 
 # DINOv2 and v3 have further tokens, and an embedding without the class token, or none. CaiT's stays as it is.
-PUBLIC = """resnet18 convnextv2_atto cait_xxs24_224
-    vit_tiny_patch16_224 vit_small_patch14_reg4_dinov2 vit_small_patch16_dinov3""".split()
+PUBLIC = """vit_tiny_patch16_224 vit_small_patch14_reg4_dinov2
+    resnet18 convnextv2_atto cait_xxs24_224 vit_small_patch16_dinov3""".split()
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", slow_but(PUBLIC[:2], PUBLIC))
 def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     """With their classifier and, after a point, the tag of the weights; of ResNets, torchvision's own.
 
@@ -160,7 +161,7 @@ def test_a_hostile_pickle_is_not_run(tmp_path, monkeypatch, zipped):
     assert [path.name for path in tmp_path.iterdir()] == ["backbone.pt"]
 
 
-@pytest.mark.parametrize("script, flags", [(eval_knn, "--k 3"), (eval_linear, "--epochs 2")])
+@pytest.mark.parametrize("script, flags", slow_but([SCRIPTS[0]], SCRIPTS))
 def test_a_file_of_third_parties_is_evaluated_as_a_run(script, flags, places, tmp_path, capsys):
     """A run's own folder is refused as such a file, or its normalization would be lost in silence."""
     torch.save(under("encoder.", common.load_backbone(places["VIT"])[0]), tmp_path / "model.pth")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conftest import EACH_MODEL, WITH_MIN_LR
+from conftest import EACH_MODEL, WITH_MIN_LR, slow_but
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -65,7 +65,7 @@ def test_learning_rates_of_the_recipes(line):
     assert found == pytest.approx(PEAKS[line], rel=1e-12)
 
 
-@pytest.mark.parametrize("method, flags", EACH_MODEL)
+@pytest.mark.parametrize("method, flags", slow_but(EACH_MODEL[3:], EACH_MODEL))
 def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeypatch, request):
     given, momenta, simsiam = {}, [], flags == "--base simsiam"
     flags += " --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay 0.02" + " 0.2" * (method == "patchmix")
