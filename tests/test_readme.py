@@ -77,7 +77,7 @@ def test_blocks_of_python_run(code, _tiny, tmp_path, monkeypatch):
     if "matplotlib" in code:
         pytest.importorskip("matplotlib").use("Agg")
     for out in set(re.findall(r"runs/[\w.-]+", code)) - set(re.findall(r"--out (\S+?)\"", code)):
-        run("jcl", out, "--epochs", 1)
+        run("jcl", out, "--epochs", 1, "--batch-size", 64)
     run_block(code)
 
 
