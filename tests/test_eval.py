@@ -78,10 +78,7 @@ def test_knn_of_a_checkpoint_and_its_baselines(places):
             predicted = slow_knn(train[which], train[3], test[which], k, 0.07, 3).argmax(1)
             assert results[name][f"knn{k}_top1"] == pytest.approx(100 * (predicted == test[3]).double().mean().item())
         assert 40 < results[name]["knn3_top1"] < 100
-    own = dict(train=pictures(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
-    for images in own.values():  # of data of one's own, and images without a label, -1, do not count
-        images.array, images.targets = np.concatenate([images.array, images.array[:5]]), [*images.targets, *[-1] * 5]
-    assert run(eval_knn, *flags, "--no-baselines", **own) == {"encoder": results["encoder"]}
+    assert run(eval_knn, *flags, "--no-baselines") == {"encoder": results["encoder"]}
 
 
 def test_linear_probe_of_a_checkpoint_and_its_baselines(places, capsys):
@@ -126,6 +123,15 @@ def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, tmp_pa
         run(script, places["VIT"], *flags.split(), "--seed", 1, **own)  # another run
     after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
     assert all(map(np.array_equal, before, after))
+
+
+@pytest.mark.parametrize("script, flags", [(eval_knn, ["--k", 3]), (eval_linear, ["--epochs", 2])])
+def test_own_data_give_the_scores_of_the_same_folder(script, flags, places):
+    """Images without a label, -1, do not count."""
+    own = dict(train=pictures(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
+    for images in own.values():
+        images.array, images.targets = np.concatenate([images.array, images.array[:5]]), [*images.targets, *[-1] * 5]
+    assert run(script, places["VIT"], *flags, **own) == run(script, places["VIT"], *flags)
 
 
 def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, capsys):

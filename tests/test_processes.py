@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from conftest import NANO, generator
+from conftest import NANO, generator, slow_but
 from global_batch_norm import synchronize
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -23,23 +23,23 @@ import patchmix
 
 SMALL = "--image-size 16 --batch-size 32 --epochs 1 --dim 16 --patch-size 8 --knn-every 0 --device cpu".split()
 CLIM, LOGO = "clim --bn-groups 8 --clim-start 0", "logo --bn-groups 8 --local-size 8"
-CASES = [  # method and flags; the first seven also have eight processes
+CASES = [  # method and flags; the first three are quick
     "jcl --bn-groups 8",
-    "patchmix --mix-slices 8 --num-mix 3 --hidden 16",
     f"{CLIM} --num-clusters 4 --knn-k 8 --image-size 16 12",
+    "patchmix --mix-slices 8 --num-mix 3 --hidden 16",
     "moco_jointcrop --bn-groups 8 --local-crops 2 --local-size 8",
     "moco_jointcrop --moco v3 --hidden 16 --local-crops 2 --local-size 8",
-    f"{LOGO} --variant paper --lam 0.5",
-    "logo --local-size 8 --base simsiam --hidden 16 --lam 0.5",
     "jcl --bn-groups 16 --vanilla",
     f"{CLIM} --num-clusters 4 --selection kmeans --local-crops 2 --local-size 8",
     f"{CLIM} --selection random --mix none",
     LOGO,
+    f"{LOGO} --variant paper --lam 0.5",
     f"{LOGO} --pairs all",
     "logo --bn-groups 8 --local-crops 0 --one-way",
+    "logo --local-size 8 --base simsiam --hidden 16 --lam 0.5",
     "patchmix --mix-slices 16 --hidden 16 --variant released --image-size 32 --local-crops 2",
 ]
-RUNS = [*((case, 2) for case in CASES), *((case, 8) for case in CASES[:7])]
+QUICK = CASES[:3]
 
 
 def random_views():
@@ -103,20 +103,20 @@ def load(out):
 
 
 @pytest.fixture(scope="module")
-def runs_of(tmp_path_factory):
+def runs_of(request, tmp_path_factory):
     """A function: number of processes -> the folder of their runs of all cases, made once."""
 
     @functools.cache
     def folder(world):
-        folder, cases = tmp_path_factory.mktemp("runs"), CASES[: 7 if world == 8 else None]
+        folder, cases = tmp_path_factory.mktemp("runs"), CASES if request.config.getoption("--slow") else QUICK
         tiny.succeed(folder / "log", process, [(str(folder), cases)] * world, seconds=900)
         return folder
 
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case, world", RUNS)
+@pytest.mark.parametrize("world", slow_but([2], [2, 8]))
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_processes_compute_what_one_computes(runs_of, world, case):
     """The loss, gradients (in the optimizer's state), weights, statistics, queue and positives."""
     (one, means), (several, others) = (load(runs_of(n) / str(CASES.index(case))) for n in (1, world))
