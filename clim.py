@@ -162,7 +162,7 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     q, k_anchor, k_positive, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
     negatives = q @ queue.T
 
-    def nce(k):  # info_nce without its mean: (N,). Both keys share the products with the queue
+    def nce(k):  # Eq. 1 per query: info_nce without its mean, (N,). Both keys share the products with the queue
         logits = torch.cat([(q * k).sum(1, keepdim=True), negatives], dim=1) / temperature
         return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64), reduction="none")
 

@@ -652,7 +652,7 @@ def load_backbone(path, encoder=None):
     weights = info.pop("state_dict", None) or encoder_weights(saved.get("model", {}), info["encoder"])
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # no paths in backbone.pt; elsewhere no config.json
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # backbone.pt has no paths, and may lie alone
         info["data_dir"] = json.loads(path.with_name("config.json").read_text()).get("data_dir")
     if not timm.is_model(info["timm_name"]):
         raise UsageError(f"{path}: {info['timm_name']} is not registered with timm: call eval_knn.main where it is")
