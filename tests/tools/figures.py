@@ -181,7 +181,7 @@ def overview(photos):
     column(x[1], "JointCrop", "the areas' ratio\nis drawn first", [photo], query[:1], key[:1], boxes)
 
     (query, *keys), boxes = views(jcl, "", photo, 13, PLAIN)
-    idea, note = "all keys of an image,\nin closed form", "their mean"
+    idea, note = "all keys of an image,\nin closed form", "their mean, and\nwhere they agree"
     column(x[2], "JCL", idea, [photo], query[:1], [key[0] for key in keys], boxes, note=note)
 
     pair, (key, _, other_key, _, mixed), box, kept = clim_views(photos, 8, PLAIN)
