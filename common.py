@@ -209,7 +209,9 @@ def load_dataset(name, root=None, train=True, image_size=32):
     try:
         entries = [entry.name for entry in visible(root)] if root is not None else []
         if "train" in entries:
-            return load_split(name, root, entries, train)
+            parts = ("train",) if train else ("val", "validation", "test")
+            part = next((part for part in parts if part in entries), None)
+            return None if part is None else load_split(name, root, part)
         if name in ("cifar10", "cifar100", "stl10"):
             return load_torchvision(name, root or "data", entries, train)
         if root is None:
@@ -228,13 +230,10 @@ def load_dataset(name, root=None, train=True, image_size=32):
     return ImageFiles(root, names, [-1] * len(names), [])
 
 
-def load_split(name, root, entries, train):
-    """Load root/train/, or the first of val/, validation/ and test/ that root has. See `load_dataset`."""
-    parts = ("train",) if train else ("val", "validation", "test")
-    part = next((part for part in parts if part in entries), None)
-    if part is None:
-        return None
-    for other in {*entries} - {"train", "val", "validation", "test", "unlabeled"}:
+def load_split(name, root, part):
+    """Load root/PART and, if that is train/, root/unlabeled/. See `load_dataset`."""
+    entries = {entry.name for entry in visible(root)}
+    for other in entries - {"train", "val", "validation", "test", "unlabeled"}:
         with contextlib.suppress(OSError):  # a file, or a folder that cannot be read
             files = os.listdir(os.path.join(root, other))
             if any(os.path.splitext(file)[1].lower() in EXTENSIONS for file in files):
@@ -251,7 +250,7 @@ def load_split(name, root, entries, train):
         names = [file for file in names if file.split(os.sep)[1] in classes]
     label = {folder: i for i, folder in enumerate(classes)}
     targets = [label.get(file.split(os.sep)[1], -1) for file in names]
-    if train and "unlabeled" in entries:
+    if part == "train" and "unlabeled" in entries:
         names += list_images(root, "unlabeled")
         targets += [-1] * (len(names) - len(targets))
     return ImageFiles(root, names, targets, classes)

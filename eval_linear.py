@@ -196,7 +196,7 @@ def open_data(args, info, train=None, test=None):
     root, val = info["data_dir"], None
     folders = {path.name for path in Path(root).iterdir()} if may_choose and root else set()
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
-        labeled = common.load_split(info["dataset"], root, ["test"], train=False)
+        labeled = common.load_split(info["dataset"], root, "test")
         if labeled.classes == test.classes:
             val, test = test, labeled
             common.log(f"val/ chooses --strengths, and test/ is evaluated: {common.describe(test)}")
