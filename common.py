@@ -218,8 +218,8 @@ def load_dataset(name, root=None, train=True, image_size=32):
             raise UsageError(f"--dataset {name} needs --data-dir, with train/, and val/ or test/ (folder: any images)")
         if name != "folder":
             raise UsageError(f"no train/ in --data-dir {root}; --dataset folder takes any folder of images")
-        parts = ("train", "training", "val", "validation", "test", "testing")
-        if found := sorted(entry for entry in entries if entry.lower() in parts):
+        usual = ("train", "training", "val", "validation", "test", "testing")
+        if found := sorted(entry for entry in entries if entry.lower() in usual):
             raise UsageError(f"expected train/ in --data-dir {root}, which has {', '.join(found)}/")
         if not train:
             return None
