@@ -93,10 +93,7 @@ def load_image(path):
 
 
 class ImageFiles(Dataset):
-    """Image files with items (RGB PIL image, label), like torchvision.datasets.ImageFolder.
-
-    root: a folder. names: file paths relative to it. targets: their labels. classes: list of class names.
-    """
+    """Image files with items (RGB PIL image, label), like torchvision's ImageFolder. names: relative to `root`."""
 
     def __init__(self, root, names, targets, classes):
         self.root, self.classes = os.fspath(root), classes
@@ -898,10 +895,7 @@ def start(main, parse_args, paper=None):
 
 
 def init_distributed(device="auto", timeout=datetime.timedelta(hours=1)):
-    """Choose the device and join torchrun's process group, if there is one. Return (device, rank, world size).
-
-    device: "auto" (a GPU if there is one), "cuda" or "cpu". timeout: how long a process waits for the others.
-    """
+    """Choose the device and join torchrun's process group, if there is one. Return (device, rank, world size)."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
