@@ -644,8 +644,8 @@ class SplitBatchNorm(nn.BatchNorm2d):
         means, variances = self.running_mean.repeat(groups), self.running_var.repeat(groups)
         if weight is not None:
             weight, bias = weight.expand(groups, -1).flatten(), bias.expand(groups, -1).flatten()
-        x = F.batch_norm(x, means, variances, weight, bias, True, self.momentum, self.eps)  # it updates the statistics
-        self.running_mean.copy_(means.view(groups, -1).mean(0))
+        x = F.batch_norm(x, means, variances, weight, bias, training=True, momentum=self.momentum, eps=self.eps)
+        self.running_mean.copy_(means.view(groups, -1).mean(0))  # F.batch_norm has updated those of each group
         self.running_var.copy_(variances.view(groups, -1).mean(0))
         return self.act(self.drop(torch.cat(x.chunk(groups, dim=1))))
 
