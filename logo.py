@@ -481,7 +481,6 @@ def main(args, train=None, test=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, **sgd)
 
     # LoGo
-    weighting = args.l2l_weighting if args.l2l else None  # "clip" or "lambda" (D1); None: there is no L_ll
     peak_lr = args.lr * args.batch_size / 256
     affinity = Affinity(args.dim).to(device)  # equal on all processes, which have the same seed until the first epoch
     linear = args.affinity_form == "linear"
@@ -518,7 +517,7 @@ def main(args, train=None, test=None):
 
             # Algorithm 1. Each process draws its own noise; `descend` averages the gradients
             local_z = None  # the local views' projections
-            if weighting:
+            if args.l2l:
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                     local_z = [model.project(view) for view in views[2:]]
                 local1, local2 = (GatherWithGradient.apply(F.normalize(z, dim=1)) for z in local_z)  # (N, dim)
@@ -527,14 +526,14 @@ def main(args, train=None, test=None):
                 loss_of_affinity = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
                 descend(affinity_optimizer, loss_of_affinity)  # update the affinity (Eq. 6)
                 l_ll = local_dissimilarity(affinity, local1, local2)  # by the new affinity
-            if weighting == "clip":  # as released (D1)
-                descend(l2l_optimizer, l_ll, args.clip_ratio * previous_norm)  # update the encoder by L_ll
-                local_z = None  # the encoder has changed: project the local views again
+                if args.l2l_weighting == "clip":  # as released (D1)
+                    descend(l2l_optimizer, l_ll, args.clip_ratio * previous_norm)  # update the encoder by L_ll
+                    local_z = None  # the encoder has changed: project the local views again
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
-            if weighting == "lambda":  # as in the paper (D1)
-                loss = loss + args.lam * l_ll  # Eq. 9. In a mean of six terms (D1) lambda weighs five times as much
-            if weighting:
+            if args.l2l:
+                if args.l2l_weighting == "lambda":  # as in the paper (D1)
+                    loss = loss + args.lam * l_ll  # Eq. 9. In a mean of six terms (D1) lambda weighs five times as much
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()
