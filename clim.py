@@ -286,9 +286,8 @@ def random_members(assignment, count):
     everyone = torch.arange(len(assignment), device=assignment.device)
     for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # a cluster's, ascending
         candidates = rows if len(rows) > 1 else everyone
-        own_place = torch.searchsorted(candidates, rows)  # of each row among the candidates
-        place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # among the others
-        place += place >= own_place[:, None]  # among all: those after the row itself are one place further
+        place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # any but the last
+        place += candidates[place] >= rows[:, None]  # from the row itself on, the next: so never the row itself
         table[rows] = candidates[place]
     return table
 
