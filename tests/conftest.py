@@ -92,6 +92,13 @@ def random_views(count, n, size=16):
     return list(torch.randn(count, n, 3, size, size, dtype=torch.float64, generator=generator(1)))
 
 
+def assert_same(ours, theirs, *inputs):
+    """Assert that two losses, and their gradients by these inputs, are the same but for the rounding of float64."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    gradients = (torch.autograd.grad(x, inputs, retain_graph=True, materialize_grads=True) for x in (ours, theirs))
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+
+
 def info_nce(q, k, queue, temperature):
     """InfoNCE in a slow form, query by query: the key of a query's own row, and all rows of the queue."""
     total = 0.0
