@@ -3,17 +3,14 @@
 import importlib
 import inspect
 import itertools
-import math
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torchvision.transforms.v2.functional as TF
 from conftest import Blank, generator, ks, slow_but
 from PIL import Image
 from tiny import run
-from torchvision.transforms.v2.functional import pil_to_tensor
 
 import common
 
@@ -88,13 +85,13 @@ def test_an_image_is_drawn_with_probability_p(name):
         y = operation(x, p)
         drawn = (y != x).flatten(1).any(1)
         assert torch.equal(x, before) and not y.requires_grad
-        assert abs(drawn.double().mean() - p) <= 4 * math.sqrt(p * (1 - p) / n)
+        assert abs(drawn.double().mean() - p) <= 4 * (p * (1 - p) / n) ** 0.5
         if theirs:
             torch.testing.assert_close(y[drawn], theirs(x[drawn]), rtol=0, atol=4e-6)
         found.append(drawn.double())
     *_, one, two = found
     for a, b in (one, two), (one[1:], one[:-1]):  # of two operations, of neighbors
-        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 4 / math.sqrt(n)
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 4 / n**0.5
 
 
 def test_factors_of_a_jitter_are_uniform_and_independent(changes):
@@ -145,23 +142,21 @@ def calls(monkeypatch):
 MOCO_V2, MOCO_V3 = (0.4, 0.4, 0.4, 0.1, 0.8), (0.4, 0.4, 0.2, 0.1, 0.8)  # the jitter's strengths, its probability
 DRAWN = ([0.0, 1.5], [0.0, 1.0])  # by moco_jointcrop.py's loader, for two images: sigma, which is 0 for no blur, and p
 TWO = "--blur-p 0.25 0.75"  # the first is the query's or view 1's, and in two files that of local crops
-ON_IMAGENET = [  # (method and flags, view): jitter, blur's sigma and probability, solarize's probability
-    *((method, 0, MOCO_V2, ((0.1, 2.0), 0.5), 0) for method in ("jcl", "clim", "logo")),
-    *((f"jcl {TWO}", view, MOCO_V2, ((0.1, 2.0), (0.25, 0.75, 0.75)[view]), 0) for view in range(3)),
-    *((f"clim {TWO}", view, MOCO_V2, ((0.1, 2.0), (0.75, 0.25, 0.25)[view]), 0) for view in range(3)),  # a key first
-    *((f"logo {TWO}", view, MOCO_V2, ((0.1, 2.0), (0.25, 0.75, 0.25)[view]), 0) for view in range(3)),
-    *(("moco_jointcrop", view, MOCO_V2, DRAWN, 0) for view in range(3)),
-    *(("moco_jointcrop --moco v3", view, MOCO_V3, DRAWN, 0.2 * (view == 1)) for view in range(3)),
-    *(("patchmix", view, MOCO_V3, ((0.1, 2.0), (1.0, 0.1, 0.5)[view]), 0.2 * (view == 1)) for view in range(3)),
+ON_IMAGENET = [  # method, flags and view; then: jitter, blur's sigma and probability, solarize's probability
+    *((method, "", 0, MOCO_V2, ((0.1, 2.0), 0.5), 0) for method in ("jcl", "clim", "logo")),
+    *(("jcl", TWO, view, MOCO_V2, ((0.1, 2.0), (0.25, 0.75, 0.75)[view]), 0) for view in range(3)),
+    *(("clim", TWO, view, MOCO_V2, ((0.1, 2.0), (0.75, 0.25, 0.25)[view]), 0) for view in range(3)),  # a key first
+    *(("logo", TWO, view, MOCO_V2, ((0.1, 2.0), (0.25, 0.75, 0.25)[view]), 0) for view in range(3)),
+    *(("moco_jointcrop", "", view, MOCO_V2, DRAWN, 0) for view in range(3)),
+    *(("moco_jointcrop", "--moco v3", view, MOCO_V3, DRAWN, 0.2 * (view == 1)) for view in range(3)),
+    *(("patchmix", "", view, MOCO_V3, ((0.1, 2.0), (1.0, 0.1, 0.5)[view]), 0.2 * (view == 1)) for view in range(3)),
 ]
 
 
-@pytest.mark.parametrize("line, view, jitter, blur, solarize_p", ON_IMAGENET)
-def test_augment_calls_the_operations_of_the_paper(line, view, jitter, blur, solarize_p, calls):
+@pytest.mark.parametrize("method, flags, view, jitter, blur, solarize_p", ON_IMAGENET)
+def test_augment_calls_the_operations_of_the_paper(method, module, flags, view, jitter, blur, solarize_p, calls):
     """In its order and with its values. Each takes what the one before returns, and the result is normalized."""
-    method, *flags = line.split()
-    module, x = importlib.import_module(method), (noise(2, 4, 4) * 256).byte()
-    args = module.parse_args(["--dataset", "imagenet", *flags])
+    x, args = (noise(2, 4, 4) * 256).byte(), module.parse_args(["--dataset", "imagenet", *flags.split()])
     y = module.augment(x, args, view, *[torch.tensor(DRAWN[0])] * (method == "moco_jointcrop"))
     expected = [("horizontal_flip", 0.5), ("color_jitter", *jitter), ("grayscale", 0.2), ("gaussian_blur", *blur)]
     assert calls == expected + [("solarize", solarize_p, 0.5)] * (solarize_p > 0)
@@ -208,7 +203,7 @@ def draws_of(method, out, *flags, rank=0):
         patch.setattr(common, "color_jitter", lambda x, *amounts, p: jitter(x, *amounts))
         patch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), rank, 2))
         patch.setattr(module, "DistributedDataParallel", lambda model: model)
-        patch.setattr(timm.utils, "distribute_bn", lambda *_, **__: None)
+        patch.setattr("timm.utils.distribute_bn", lambda *_, **__: None)
         run(method, out, *TRAININGS[method].split(), "--knn-every", 0, *flags, train=Same(32))
     order = [0, 1, 0, 1] if method == "clim" else [0, 1, 2, 3]  # a positive has the same two views as its image
     assert views == order * 4
@@ -243,7 +238,7 @@ def test_the_picture_of_the_views(tmp_path):
     x, norm = (noise(14, 48, 48) * 256).byte(), common.NORMS["cifar10"]
     views = [common.normalize(view / 255, *norm) for view in (x, x[:, :, :24, :24].flip(0))]
     common.save_views(tmp_path / "views.png", views, ["one", "two"], "cifar10")
-    picture = pil_to_tensor(Image.open(tmp_path / "views.png"))
+    picture = TF.pil_to_tensor(Image.open(tmp_path / "views.png"))
     tiles = picture[:, 2:, 2:].unfold(1, 96, 98).unfold(2, 96, 98)  # with edges of two pixels
     assert tiles.shape == (3, 2, 12, 96, 96)
     assert torch.equal(tiles[:, 0, :, ::2, ::2], x[:12].transpose(0, 1))
@@ -254,6 +249,6 @@ def test_views_are_bytes_in_the_order_of_the_transforms():
     image = Same.image.crop((0, 0, 5, 4))
     turn, both = (lambda x: x.rotate(180)), (lambda x: [x, x.crop((0, 0, 2, 2))])
     views, label = common.Views([(image, 7)], [turn, both, turn])[0]
-    x = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    x = TF.pil_to_tensor(image)
     assert label == 7 and all(view.is_contiguous() and view.dtype == torch.uint8 for view in views)
     torch.testing.assert_close(views, [x.flip(1, 2), x, x[:, :2, :2], x.flip(1, 2)], rtol=0, atol=0)

@@ -176,9 +176,6 @@ def data_set(flags=""):
     return first_call("clim.DataLoader", clim, f"--batch-size 8 --image-size 16 {flags}", images)[0]
 
 
-TABLE = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
-
-
 @pytest.mark.parametrize("flags, others", [
     ("", 2), ("--mix none", 1), ("--image-size 12 16", 2), ("--local-crops 2 --local-size 8", 4),
     ("--local-crops 2 --local-size 8 --same-crop", 4),
@@ -186,14 +183,15 @@ TABLE = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
 def test_views_of_the_image_and_of_its_positive(flags, others):
     """Of one positive in the image's row, once these are chosen. With --same-crop a key has the crop of its query."""
     images, own, equal = data_set(flags), [16, 16, 8, 8][: max(2, others)], Counter()
+    table = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
     (views, none), label = images[7]
     assert ([x.shape[-1] for x in views], none, label) == (own, [], 0) and len(images) == 40
-    images.positives.copy_(TABLE)
+    images.positives.copy_(table)
     for index in range(40):
         (views, others_views), _ = images[index]
         assert [number_of(x) for x in views] == [index] * len(own) and [x.shape[-1] for x in views] == own
         (positive,) = {number_of(x) for x in others_views}
-        assert positive in TABLE[index] and [x.shape[-1] for x in others_views] == own[:others]
+        assert positive in table[index] and [x.shape[-1] for x in others_views] == own[:others]
         boxes = enumerate(x[1:] for x in (*views, *others_views))
         equal.update((i, j) for (i, x), (j, y) in itertools.combinations(boxes, 2) if torch.equal(x, y))
     same = {(0, 1): 40, (4, 5): 40} if "same-crop" in flags else {}
@@ -310,8 +308,7 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp
     events, rate = [], clim.learning_rate
     monkeypatch.setattr(clim, "learning_rate", lambda args, epoch: events.append(epoch) or rate(args, epoch))
     monkeypatch.setattr(clim, "choose_positives", lambda *_: events.append("choice") or torch.zeros(16, 10))
-    flags = "--clim-start 3 --refresh-every 2 --epochs 8 --knn-every 0".split()
-    tiny.run("clim", tmp_path, *flags, train=Blank(16))
+    tiny.run("clim", tmp_path, *"--clim-start 3 --refresh-every 2 --epochs 8 --knn-every 0".split(), train=Blank(16))
     assert events == [0, 1, 2, "choice", 3, 4, "choice", 5, 6, "choice", 7]
 
 

@@ -1,6 +1,5 @@
 """eval_knn.py and eval_linear.py end to end on a tiny dataset, and the linear probe against a plain loop."""
 
-import functools
 import json
 import math
 import random
@@ -216,11 +215,10 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
 
 def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
     """The fits at several learning rates do not disturb each other."""
-    train_x, train_y, test_x, _ = problem(200, noise=6.0)
-    grid, options = [1e-6, 1e-3, 0.1, 300.0], dict(epochs=5, batch_size=64, holdout=0.3)
-    fit = functools.partial(seeded, eval_linear.linear_probe, train_x, train_y, test_x, 3, **options)
+    data, grid, options = problem(200, noise=6.0)[:3], [1e-6, 1e-3, 0.1, 300.0], dict(batch_size=64, holdout=0.3)
     with torch.inference_mode():  # a caller's, which is not in the way
-        found, alone = fit(grid), [fit([lr]) for lr in grid]
+        fits = [seeded(eval_linear.linear_probe, *data, 3, lrs, 5, **options) for lrs in (grid, *([lr] for lr in grid))]
+    found, *alone = fits
     percents = [one["held_out"][lr] for one, lr in zip(alone, grid, strict=True)]
     assert [*found["held_out"].values()] == percents and len(set(percents)) > 1
     best = percents.index(max(percents))

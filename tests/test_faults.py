@@ -1,11 +1,8 @@
 """What a machine does to a run: writes that fail, values that are not finite, processes that differ, damaged images."""
 
-import errno
-import math
 import os
 import shutil
 import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -26,12 +23,8 @@ def test_a_write_that_fails_is_one_line_and_costs_an_epoch(begun, ended, tmp_pat
     """In the middle, where it is torch that raises, or when it is flushed or renamed. The run resumes from last.pt."""
     out = shutil.copytree(begun("jcl"), tmp_path / "run")
     before = load(out / "last.pt")
-
-    def fail():
-        raise error("No space left on device")
-
     with pytest.MonkeyPatch.context() as patch:
-        tiny.strike(patch, moment, fail)
+        tiny.strike(patch, moment, Mock(side_effect=error("No space left on device")))
         line = refused(capsys, run, "jcl", out, *QUIET)
     assert f"cannot write {out}" in line
     assert unequal(load(out / "last.pt"), before) == [] and not list(out.glob("*.tmp"))
@@ -47,12 +40,12 @@ def test_what_is_not_finite_is_never_saved(begun, ended, tmp_path, monkeypatch, 
     before = contents(out)
 
     def infinite(meter, metrics):
-        update(meter, metrics | dict(loss=torch.tensor(math.inf)))
+        update(meter, metrics | dict(loss=torch.tensor(torch.inf)))
 
     def spoiled(out, config, info, state, *more):
         weight = state["optimizer"].param_groups[-1]["params"][0]
         numbers = [x for x in state["optimizer"].state[weight].values() if torch.is_tensor(x) and x.dim()]
-        (numbers[-1] if what == "optimizer" else weight.data).view(-1)[0] = math.inf
+        (numbers[-1] if what == "optimizer" else weight.data).view(-1)[0] = torch.inf
         save_run(out, config, info, state, *more)
 
     with monkeypatch.context() as patch, pytest.raises(FloatingPointError, match=rf"^{what}\b.* not finite"):
@@ -62,12 +55,12 @@ def test_what_is_not_finite_is_never_saved(begun, ended, tmp_path, monkeypatch, 
             patch.setattr(common, "save_run", spoiled)
         run(method, out, *QUIET)
     after = contents(out)
-    assert {path for path in before if after.pop(path) != before[path]} <= {Path("config.json")} and not after
+    assert {path.name for path in before if after.pop(path) != before[path]} <= {"config.json"} and not after
     run(method, out, *QUIET)
     assert_same_run(ended(method), out)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), UnicodeError()])
+@pytest.mark.parametrize("error", [OSError("No space left on device"), UnicodeError()])
 def test_a_log_that_cannot_be_written_does_not_end_a_training(error, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=error)))
     jcl.main(jcl.parse_args([*FLAGS, *QUIET, "--out", str(tmp_path)]))

@@ -90,8 +90,7 @@ def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
         if not path.endswith("whole.jpg"):
             with pytest.raises(OSError, match=f"{re.escape(path)}.*check_images"):
                 images[i]
-    gray = Image.fromarray(np.zeros((4, 4), "uint16"))
-    for own in (gray, Image.open(tmp_path / "deep0.png"), torch.zeros(3, 4, 4)):
+    for own in (Image.fromarray(np.zeros((4, 4), "uint16")), Image.open(tmp_path / "deep0.png"), torch.zeros(3, 4, 4)):
         with pytest.raises(ValueError, match="8 bits|expected a PIL image, not Tensor"):  # of a dataset of one's own
             common.Views([(own, 0)], [])[0]
 
@@ -217,7 +216,7 @@ def test_imagenet100(tmp_path):
             common.load_dataset("imagenet100", root)
 
 
-LAYOUTS = [  # --dataset, folders with two images each, folders without, links, what the message names
+@pytest.mark.parametrize("name, folders, empty, links, words", [  # folders: with two images each; empty: without
     ("folder", "train train/a train/b", "", "", "DIR/train/0.png is .* in no class folder"),
     ("folder", "train/a train/b", "train/c", "", "DIR/train/c is a class folder without images"),
     ("folder", "train/a train/b", "val/a", "", "no images in DIR/val"),
@@ -231,10 +230,7 @@ LAYOUTS = [  # --dataset, folders with two images each, folders without, links, 
     ("folder", "train/a train/b", "", "train/a/x ../b, train/b/y ../a", "DIR/train/a/x/y is a link"),  # in a circle
     ("patterns", "train/a train/b", "", "", "--dataset"),
     ("imagenet", None, "", "", "--data-dir"),
-]
-
-
-@pytest.mark.parametrize("name, folders, empty, links, words", LAYOUTS)
+])  # fmt: skip
 def test_folders_that_are_not_laid_out_as_a_data_set_are_errors(tmp_path, name, folders, empty, links, words):
     write_tree(tmp_path, (folders or "").split(), 2)
     for folder in empty.split():

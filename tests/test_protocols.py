@@ -3,7 +3,6 @@
 import argparse
 import functools
 import hashlib
-import math
 import random
 import shutil
 
@@ -44,7 +43,8 @@ TUNED = dict(crop_scale=[0.08, 1], epochs=100, lr=5e-4, batch_size=1024, randaug
 CLIM = dict(SGD, epochs=60, lr=1e-4, cutmix=0, drop_path=0)
 RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_224"
 
-RECIPES = [  # learning rates are per 256 images. Other tests have schedules, layer decay, mixup, ...
+
+@pytest.mark.parametrize("flags, timm_name, expected", [  # other tests have schedules, layer decay, mixup, ...
     *((f"--protocol {protocol}", RESNET, MOCO) for protocol in ("moco", "jcl", "clim")),
     ("--protocol jcl --dataset imagenet100", RESNET, dict(MOCO, lr=10)),
     ("--protocol jointcrop", RESNET, dict(MOCO, epochs=90, batch_size=1024, lr=0.1)),
@@ -59,11 +59,9 @@ RECIPES = [  # learning rates are per 256 images. Other tests have schedules, la
     ("--finetune --protocol clim --lr 1 --milestones", VIT_S, dict(CLIM, lr=1, milestones=[])),
     ("", RESNET, dict(protocol="probe", epochs=50, batch_size=256, holdout=0.1)),
     ("--solver lbfgs", RESNET, dict(metric="top1", batch_size=256, holdout=0.1)),
-]
-
-
-@pytest.mark.parametrize("flags, timm_name, expected", RECIPES)
+])  # fmt: skip
 def test_recipes_are_the_papers(places, flags, timm_name, expected):
+    """Learning rates are per 256 images."""
     args = completed(places, *flags.split(), timm_name=timm_name)
     assert {k: getattr(args, k) for k in expected} == expected
 
@@ -89,7 +87,7 @@ def test_schedules_are_the_papers(places):
     moco = learning_rates(places, "--protocol", "moco", at=(0, 599, 600, 799, 800, 999))
     assert moco == pytest.approx([30, 30, 3, 3, 0.3, 0.3])
     steps = (0, 9, 10, 500, 509, 899)
-    cosine = [0.4 * (1 + math.cos(math.pi * (step // 10) / 90)) / 2 for step in steps]  # 0.1 * 1024 / 256
+    cosine = [0.4 * (1 + np.cos(np.pi * (step // 10) / 90)) / 2 for step in steps]  # 0.1 * 1024 / 256
     assert learning_rates(places, "--protocol", "jointcrop", at=steps, encoder="RESNET") == pytest.approx(cosine)
     clim = learning_rates(places, "--finetune", at=(199, 200, 399, 400, 599), encoder="RESNET")
     assert clim == pytest.approx([1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
@@ -411,15 +409,12 @@ def play_on_center_crops(flags):
     play("eval_linear", flags)
 
 
-TWO = [  # encoder, flags, and what is compared: of batch norms, which on CPUs each process has for itself, the first
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder, flags, only", [  # only the first of batch norms: on CPUs each process has its own
     ("RESNET", "--protocol moco --lr 3", ""),
     ("VIT", "--finetune --mixup 0 --cutmix 0 --drop-path 0 --erase 0", ""),
     ("RESNET", "--finetune --lr 1e-9 --head-lr 0", "model/backbone.conv1.1.running_mean"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoder, flags, only", TWO)
+])  # fmt: skip
 def test_two_processes_train_as_one(places, tmp_path, encoder, flags, only):
     """A frozen protocol, and fine-tuning where nothing is drawn: weights, optimizer, scores."""
     flags, outs = [places[encoder], *flags.split(), *FAST, "--device", "cpu", "--out"], (tmp_path / "1", tmp_path / "2")

@@ -126,9 +126,8 @@ UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of th
 }
 
 
-@pytest.mark.parametrize("what", UNFIT)
-def test_what_does_not_fit_is_refused(what, tmp_path, capsys):
-    make, how, words = UNFIT[what]
+@pytest.mark.parametrize("make, how, words", UNFIT.values(), ids=UNFIT)
+def test_what_does_not_fit_is_refused(make, how, words, tmp_path, capsys):
     torch.save(make(make_encoder(**RESNET).state_dict()), tmp_path / "file.pth")
     assert words in refused(capsys, read, tmp_path / "file.pth", **RESNET | how)
     assert "pass --arch" in refused(capsys, common.load_backbone, tmp_path / "file.pth")

@@ -4,15 +4,13 @@ import importlib
 import inspect
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import METHODS, ROOT, unit
 from PIL import Image
 from tiny import run, save_encoder
-from torchvision import transforms
-from torchvision.transforms.functional import gaussian_blur, resized_crop
+from torchvision.transforms import RandomResizedCrop, functional
 
 import common
 import jcl
@@ -102,7 +100,7 @@ def test_a_users_own_loop():
 def test_weights_elsewhere(arch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     info, x = common.backbone_info(arch, 32, 4) | dict(method="m", encoder="query"), torch.rand(2, 3, 32, 32)
-    made = save_encoder(Path("runs/jcl-patterns-resnet_micro-s0-epochs20"), info)
+    made = save_encoder(tmp_path / "runs/jcl-patterns-resnet_micro-s0-epochs20", info)
     with torch.no_grad():
         assert torch.equal(run_block(WEIGHTS)["backbone"](x), made(x))
 
@@ -124,9 +122,9 @@ def test_the_lines_of_joint_crop():
     """Those of its docstring, with torchvision alone: two views of 224 px."""
     _, _, lines = moco_jointcrop.JointCrop.__doc__.rpartition(":\n\n")
     names = dict(torch=torch, sample_joint=moco_jointcrop.sample_joint, image=Image.new("RGB", (300, 260)))
-    names |= dict(resized_crop=resized_crop, gaussian_blur=gaussian_blur)
+    names |= dict(resized_crop=functional.resized_crop, gaussian_blur=functional.gaussian_blur)
     torch.manual_seed(0)  # with it both views are blurred
-    found = run_block(inspect.cleandoc(lines), RandomResizedCrop=transforms.RandomResizedCrop, **names)
+    found = run_block(inspect.cleandoc(lines), RandomResizedCrop=RandomResizedCrop, **names)
     assert [view.size for view in found["views"]] == [(224, 224)] * 2 and len(found["sigmas"]) == 2
 
 

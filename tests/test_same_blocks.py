@@ -2,7 +2,6 @@
 
 import functools
 import re
-import types
 from collections import defaultdict
 
 import pytest
@@ -36,7 +35,7 @@ def copied(method):
     """The names that these sections define, without the rest of the file and without common.py."""
     names = {}
     exec(compile(sections(method), f"{method}.py", "exec"), names)
-    return types.SimpleNamespace(**names)
+    return names
 
 
 X = [torch.randn(4, 3, 8, 8, generator=generator(i)) for i in range(4)]
@@ -60,8 +59,8 @@ def test_a_model_works_alone(name):
     for seed in (3, 3, 4):
         torch.manual_seed(0)
         encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8))
-        model = getattr(copied(method), kind)(encoder, width=8, dim=8, **arguments)
-        model = copied("jcl").convert_split_batchnorm(model, 2)  # so that the shuffle matters
+        model = copied(method)[kind](encoder, width=8, dim=8, **arguments)
+        model = copied("jcl")["convert_split_batchnorm"](model, 2)  # so that the shuffle matters
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(seed)
         for _ in range(2):
@@ -88,7 +87,7 @@ def test_a_model_works_within_autocast(name, monkeypatch):
     for enabled in (False, True, True):
         torch.manual_seed(0)
         encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8))
-        model = getattr(copied(method), kind)(encoder, width=8, dim=8, **arguments)
+        model = copied(method)[kind](encoder, width=8, dim=8, **arguments)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             made = model(*given)
         made[0].backward()

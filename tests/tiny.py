@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -175,11 +176,7 @@ def assert_same_run(one, two, without_knn=()):
 # ---------------------------------------------------------------- being ended
 
 
-def stop():
-    raise KeyboardInterrupt
-
-
-def strike(patch, moment, end=stop):
+def strike(patch, moment, end=Mock(side_effect=KeyboardInterrupt)):
     """Call `end` at a moment from now on: "step 5", at the end of the fifth step; "" is never.
 
     A save has eight moments: in the middle of backbone.pt, before it is flushed, before it is put in place; the two
