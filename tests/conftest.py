@@ -10,7 +10,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
@@ -43,8 +42,9 @@ def slow_but(quick, cases):
 
 
 JCL_AT_ONCE = slow_but(["jcl"], METHODS)
-QUEUES = [method for method in METHODS if method != "patchmix"]
-WITH_MIN_LR = ["moco_jointcrop", "patchmix"]  # in the others a cosine ends at 0
+MODULES = {method: importlib.import_module(method) for method in METHODS}
+QUEUES = [method for method in METHODS if hasattr(MODULES[method], "Queue")]
+WITH_MIN_LR = [method for method in METHODS if hasattr(MODULES[method].parse_args([]), "min_lr")]  # else it is 0
 
 
 def pytest_addoption(parser):
@@ -74,7 +74,7 @@ def _quiet(monkeypatch):
 @pytest.fixture
 def module(method):
     """Of a test's parameter `method`."""
-    return importlib.import_module(method)
+    return MODULES[method]
 
 
 def generator(seed=0):
@@ -84,7 +84,7 @@ def generator(seed=0):
 def unit(*shape, seed=0, grad=False):
     """Random float64 rows of unit length."""
     x = torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
-    return F.normalize(x, dim=-1).requires_grad_(grad)
+    return torch.nn.functional.normalize(x, dim=-1).requires_grad_(grad)
 
 
 def random_views(count, n, size=16):

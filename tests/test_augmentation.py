@@ -1,6 +1,5 @@
 """Views: color operations against torchvision's, their draws, each method's order, and that no two draws are equal."""
 
-import importlib
 import inspect
 import itertools
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as TF
-from conftest import Blank, generator, ks, slow_but
+from conftest import MODULES, Blank, generator, ks, slow_but
 from PIL import Image
 from tiny import run
 
@@ -188,7 +187,7 @@ def draws_of(method, out, *flags, rank=0):
     That is a list of (images' numbers, crops, colors, sigmas), the latter as bytes per image. The colors are those of
     one image each time, always jittered.
     """
-    module, made, views = importlib.import_module(method), [], []
+    module, made, views = MODULES[method], [], []
     augment, jitter, x = module.augment, common.color_jitter, (noise(1, 16, 16) * 256).byte()
 
     def record(crops, args, view, *sigmas):

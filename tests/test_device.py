@@ -1,7 +1,4 @@
-"""Every script on a simulated device: nothing mixes devices, no step waits for it, and the numbers are the CPU's.
-
-Also what measures a step, or checks a GPU.
-"""
+"""Scripts on a simulated device: nothing mixes devices, no step waits, the numbers are the CPU's. Also GPU tools."""
 
 import json
 import os

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import INFO, generator
 from PIL import Image
 from tiny import load, refused, succeed
@@ -121,11 +120,11 @@ def test_several_processes_find_what_one_finds(tmp_path):
 
 def test_embedding_health():
     g = generator(9)
-    q = F.normalize(torch.randn(2000, 16, generator=g), dim=1)
+    q = nn.functional.normalize(torch.randn(2000, 16, generator=g), dim=1)
     assert common.embedding_health(q) == pytest.approx(dict(std=1, rank=16), rel=0.01)
     assert common.embedding_health(q[:1].expand(50, 16)) == pytest.approx(dict(std=0, rank=1), abs=1e-3)
     x = torch.randn(12, 5, generator=g) * 7
-    a = F.normalize(x.double(), dim=1)
+    a = nn.functional.normalize(x.double(), dim=1)
     a = a - a.mean(0)
     rank = torch.distributions.Categorical(torch.linalg.eigvalsh(a.T @ a).sqrt()).entropy().exp().item()
     std = a.square().mean(0).sqrt().mean().item() * 5**0.5

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import importlib
 import os
 import re
 import runpy
@@ -12,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import METHODS, QUEUES, VARIANTS, Blank, state_of
+from conftest import METHODS, MODULES, QUEUES, VARIANTS, Blank, state_of
 from tiny import flat, load, refused
 
 import common
@@ -25,7 +24,7 @@ def options(method):
     """The flags of a method, {name: argparse's action}."""
     parse = mock.patch.object(argparse.ArgumentParser, "parse_args", autospec=True, side_effect=LookupError)
     with parse as parsed, pytest.raises(LookupError):
-        importlib.import_module(method).parse_args([])
+        MODULES[method].parse_args([])
     return {action.dest: action for action in parsed.call_args.args[0]._actions if action.dest != "help"}
 
 
@@ -101,12 +100,12 @@ def test_the_queue_of_a_folder_is_a_tenth_of_the_images(method, module, count, l
 
 TINY = "--image-size 16 --batch-size 16 --epochs 1 --knn-every 0 --device cpu".split()  # two steps
 FORM = dict(clim="--clim-start 0 --num-clusters 4", patchmix="--patch-size 4")  # for positives, for local crops
-OTHER = """arch resnet_mini, selection kmeans, alpha 0.1, num_clusters 2, knn_k 2, num_positives 2, clim_start 1
-    refresh_every 1, image_size 24, batch_size 8, patch_size 2, bn_groups 4, local_size 8
-    min_lr 1e-5, milestones 0.5, terms mto,mtm, num_heads 4, drop_path 0.5, epochs 2, mix_slices 2, num_mix 3
-    mixed_view 2, affinity_lr 0.5, layers 4, warmup 0"""
-# What to change a value to, where half the value, or one more, would not fit, or act later
-OTHER = dict(words.split(" ", 1) for words in re.split(r", |\n +", OTHER))
+OTHER = dict(  # what to change a value to, where half the value, or one more, would not fit, or act later
+    arch="resnet_mini", selection="kmeans", alpha=0.1, num_clusters=2, knn_k=2, num_positives=2, clim_start=1,
+    refresh_every=1, image_size=24, batch_size=8, patch_size=2, bn_groups=4, local_size=8, min_lr=1e-5, milestones=0.5,
+    terms="mto,mtm", num_heads=4, drop_path=0.5, epochs=2, mix_slices=2, num_mix=3, mixed_view=2, affinity_lr=0.5,
+    layers=4, warmup=0,
+)  # fmt: skip
 NEEDS = {  # flags that act with others only, or in the second epoch
     "patch_size": "--arch vit_micro", "local_size": "--local-crops 2 --local-size 12", "local_scale": "--local-crops 2",
     "joint_prob": "--joint either --blur-p 1 1", "joint_pair": "--local-crops 2", "one_way": "--local-crops 0",
@@ -124,7 +123,7 @@ def another(method, name, value):
     if isinstance(value, bool):
         return [flag.replace("--", "--no-", 1) if value else flag]
     if name in OTHER:
-        return [flag, *OTHER[name].split()]
+        return [flag, str(OTHER[name])]
     if name == "local_crops":
         return [flag, str(2 - value)]
     if choices:
@@ -135,9 +134,9 @@ def another(method, name, value):
 
 @functools.cache
 def trained(method, *flags):
-    module = importlib.import_module(method)
     with tempfile.TemporaryDirectory() as out:
-        module.main(module.parse_args([*TINY, *flags, "--out", out]), train=common.Patterns(32, 16, seed=0))
+        args = MODULES[method].parse_args([*TINY, *flags, "--out", out])
+        MODULES[method].main(args, train=common.Patterns(32, 16, seed=0))
         saved = load(f"{out}/last.pt")
     state = {name: x.numpy().tobytes() for name, x in flat(saved).items() if torch.is_tensor(x)}
     return state, [record["loss"] for record in saved["records"]]

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import assert_same, info_nce, values
 from PIL import Image
 from tiny import records, run
@@ -75,8 +74,8 @@ def test_loss_at_uniform_logits(method, flags, _tiny, tmp_path):
 def test_loss_and_its_gradient(kind, own, double):
     """JointCrop's App. D on MoCo v2: the mean of all terms. On v3: twice the mean."""
     model = getattr(moco_jointcrop, kind)(nn.Identity(), 8, dim=24, temperature=0.3, **own)
-    model.query = lambda x: F.normalize(x[:, :, 0, :8].flatten(1), dim=1)  # pixels of an image of any size
-    model.key = lambda x: F.normalize(x[:, :, 1, :8].flatten(1), dim=1).detach()
+    model.query = lambda x: nn.functional.normalize(x[:, :, 0, :8].flatten(1), dim=1)  # pixels of an image of any size
+    model.key = lambda x: nn.functional.normalize(x[:, :, 1, :8].flatten(1), dim=1).detach()
     views = [torch.randn(5, 3, size, size).requires_grad_() for size in (16, 16, 8, 8)]
     q, keys = [model.query(view) for view in views], [model.key(view) for view in views[:2]]
     if kind == "MoCo":

@@ -84,10 +84,7 @@ def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
 @pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
 @pytest.mark.parametrize("n, num_mix, keys, settings", [(7, 2, 4, [0.5]), (4, 3, 2, [0.2, 0.1]), (3, 1, 0, [0.07])])
 def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, settings):
-    """keys: how many the other processes have. settings: temperature and, for any weights, smoothing.
-
-    Of 4 images, M = 3 meets one twice in mtm: its weights are added.
-    """
+    """keys: of other processes. settings: temperature, smoothing. Of 4 images, mtm meets one twice: its weights add."""
     g = generator()
     q, k = (torch.randn(rows, 5, dtype=torch.float64, generator=g, requires_grad=True) for rows in (n, n + keys))
     index, weight = in_batch(n, 1, num_mix, keys // 2)[term]

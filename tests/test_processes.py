@@ -1,15 +1,13 @@
 """Several processes compute what one computes from the same views and shuffles. Batch norm in groups."""
 
 import functools
-import importlib
 import os
 import zlib
 
 import pytest
 import tiny
 import torch
-import torch.nn.functional as F
-from conftest import NANO, generator, slow_but
+from conftest import MODULES, NANO, generator, slow_but
 from global_batch_norm import synchronize
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -81,7 +79,7 @@ def process(folder, cases):
     patchmix.patch_mix = patch_mix
     for case in cases:
         method, *flags = case.split()
-        module = importlib.import_module(method)
+        module = MODULES[method]
         module.augment, module.DistributedDataParallel = functools.partial(random_view, generator()), parallel
         arch = ["--drop-path", "0"] if method == "patchmix" else ["--arch", "nano"]
         args = module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"])
@@ -123,10 +121,7 @@ def test_processes_compute_what_one_computes(runs_of, world, case):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind, shape", [(nn.BatchNorm1d, (8, 3)), (nn.BatchNorm2d, (8, 3, 2, 5))])
 def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape, compiled, double):
-    """Output, gradient and running statistics, in place, of an input whose slices have other means and variances.
-
-    It compiles as one graph.
-    """
+    """Output, gradient and statistics, in place, of slices with other means and variances. It compiles as one graph."""
     x, weight = torch.randn(2, *shape)
     rows = torch.arange(8.0).view(-1, *[1] * (len(shape) - 1))
     x = (x * (1 + rows) + rows).requires_grad_()
@@ -137,7 +132,7 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape, compiled, doubl
     if compiled:
         norm.compile(fullgraph=True, backend="eager")
     ours, inputs, parts = norm(x), [x, norm.weight, norm.bias], x.chunk(4)
-    theirs = torch.cat([F.batch_norm(part, None, None, norm.weight, norm.bias, training=True) for part in parts])
+    theirs = torch.cat([nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True) for x in parts])
     torch.testing.assert_close(ours, theirs)
     gradients = [torch.autograd.grad((y * weight).sum(), inputs) for y in (ours, theirs)]
     torch.testing.assert_close(*gradients)

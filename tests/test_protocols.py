@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from conftest import generator, slow_but
 from PIL import Image
-from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.scheduler import CosineLRScheduler
 from tiny import TIMING, contents, epochs_of, flat, gradient, life, load, play, records, refused, succeed, unequal
@@ -66,12 +65,11 @@ def test_recipes_are_the_papers(places, flags, timm_name, expected):
     assert {k: getattr(args, k) for k in expected} == expected
 
 
-REFUSED = """--out x; --lr 1; --strengths 1; --solver lbfgs --lrs 1; --protocol moco --layer-decay 0.5
---protocol moco --metric top1; --finetune --no-baselines; --lrs 0; --protocol moco --lr nan; --holdout 1.5
---holdout 0; --label-fraction 0"""
-
-
-@pytest.mark.parametrize("flags", REFUSED.replace("\n", "; ").split("; "))
+@pytest.mark.parametrize("flags", [
+    "--out x", "--lr 1", "--strengths 1", "--solver lbfgs --lrs 1", "--protocol moco --layer-decay 0.5", "--lrs 0",
+    "--protocol moco --metric top1", "--finetune --no-baselines", "--protocol moco --lr nan", "--holdout 1.5",
+    "--holdout 0", "--label-fraction 0",
+])  # fmt: skip
 def test_flags_without_effect_and_impossible_values_are_refused(flags, capsys):
     line = refused(capsys, eval_linear.parse_args, ["RUN", *flags.split()])
     assert [word for word in flags.split() if word.startswith("--")][-1] in line
@@ -187,7 +185,7 @@ def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
             x = RandomErasing(0.25, mode="pixel", device="cpu")((pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.2)
             target = 0.9 * F.one_hot(y, 3) + 0.1 / 3
             if args.mixup:
-                x, target = Mixup(0.8, 1.0, label_smoothing=0.1, num_classes=3)(x, y)
+                x, target = timm.data.Mixup(0.8, 1.0, label_smoothing=0.1, num_classes=3)(x, y)
             for group in optimizer.param_groups:
                 group["lr"] = eval_linear.learning_rate(args, epoch + step / 2) * group["scale"]
             optimizer.zero_grad()

@@ -94,10 +94,7 @@ PUBLIC = """vit_tiny_patch16_224 vit_small_patch14_reg4_dinov2
 
 @pytest.mark.parametrize("name", slow_but(PUBLIC[:2], PUBLIC))
 def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
-    """With their classifier and, after a point, the tag of the weights; of ResNets, torchvision's own.
-
-    The position embeddings of ViTs are resampled for images of another size, as timm does where it encodes these.
-    """
+    """With their classifier, and the tag of the weights after a point. Position embeddings are resampled as by timm."""
     options = dict(depth=2) if name.startswith(("vit_", "cait_")) else {}  # of 12 or 24 blocks, to save time
     monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, **options))
     size, any_size = (112, dict(dynamic_img_size=True)) if name.startswith("vit_") else (224, {})

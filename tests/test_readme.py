@@ -16,20 +16,12 @@ import common
 import jcl
 import moco_jointcrop
 
-PAGES = "README.md", "tests/README.md", "tests/results/README.md"
-PAGES = {page: (ROOT / page).read_text() for page in PAGES}
+PAGES = {page: (ROOT / page).read_text() for page in ("README.md", "tests/README.md", "tests/results/README.md")}
 SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
 COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 BLOCKS = [code for page in PAGES.values() for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)]
-
-
-def block_with(word):
-    """The only block of Python that has a word."""
-    (code,) = (code for code in BLOCKS if word in code)
-    return code
-
-
-EQUATION, LOOP, WEIGHTS = map(block_with, ("variance =", "JCL(", "timm.create_model("))
+WORDS = "variance =", "JCL(", "timm.create_model("  # each is in one block only
+EQUATION, LOOP, WEIGHTS = (code for word in WORDS for code in BLOCKS if word in code)
 OTHERS = [code for code in BLOCKS if code not in (EQUATION, LOOP, WEIGHTS)]
 
 

@@ -24,10 +24,7 @@ def test_runs(arm):
 
 
 def test_tables(tmp_path):
-    """The tables are what tests/tools/results.py makes of tests/results/, and the page has all that are not empty.
-
-    Some arms have fewer seeds than those that they are compared with, over the seeds of both.
-    """
+    """The tables are what tests/tools/results.py makes of tests/results/, and the page has all that are not empty."""
     gpu_list.write(tmp_path / "claims.json", results.kept("claims"))
     assert (tmp_path / "claims.json").read_bytes() == (results.KEPT / "claims.json").read_bytes()
     text = results.PAGE.read_text()

@@ -63,8 +63,7 @@ def test_a_runs_folder(line, tmp_path, capsys):
 
 def test_the_progress_and_the_averages_of_an_epoch(monkeypatch, capsys):
     """The second of three, of 10 steps of 122 images. A log file gets a line every minute, here after a step."""
-    times = iter((0.0, 61.0, 100.0, 122.0))
-    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("time.perf_counter", mock.Mock(side_effect=[0.0, 61.0, 100.0, 122.0]))
     monkeypatch.setattr(common, "all_gather_object", lambda values: [values, 2 * values])  # two processes
     meter = common.Meter(1, 3, 10, 122)
     for loss in (2.5, 3.5):
@@ -75,8 +74,7 @@ def test_the_progress_and_the_averages_of_an_epoch(monkeypatch, capsys):
 
 def test_processes_wait_an_hour_for_each_other(monkeypatch):
     """The first may need minutes for a folder's names, a download or kNN. torchrun's restarts have stores apart."""
-    joined = {}
-    store = torch.distributed.HashStore()
+    joined, store = {}, torch.distributed.HashStore()
     rendezvous = mock.Mock(return_value=iter([(store, 1, 2)]))
     monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda _, **given: joined.update(given))

@@ -7,7 +7,6 @@ import pytest
 import tiny
 import torch
 from conftest import EACH_MODEL, WITH_MIN_LR, slow_but
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import moco_jointcrop
@@ -65,8 +64,7 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
     flags += " --min-lr 0.01" * (method in WITH_MIN_LR) + " --momentum 0.9 1" * (not simsiam)
     flags += {"clim": " --clim-start 0", "moco_jointcrop": " --arch resnet_nano"}.get(method, "")
     for model in [kind for kind in vars(module).values() if isinstance(kind, type) and "update" in vars(kind)]:
-        move = model.update
-        monkeypatch.setattr(model, "update", lambda self, m, move=move: (momenta.append(m), move(self, m)))
+        monkeypatch.setattr(model, "update", lambda self, m, move=model.update: (momenta.append(m), move(self, m)))
 
     def note(optimizer, *_):
         values = [group[name] for group in optimizer.param_groups for name in ("lr", "weight_decay")]
@@ -93,9 +91,9 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
 
 def test_lars_adapts_without_weight_decay_too():
     """The trust ratio is |w| / |g|, times 0.001."""
-    weight, gradient = nn.Parameter(torch.ones(3, 4)), torch.arange(12.0).view(3, 4)
+    weight, gradient = torch.nn.Parameter(torch.ones(3, 4)), torch.arange(12.0).view(3, 4)
     weight.grad = gradient.clone()
-    optimizer = moco_jointcrop.lars(nn.ParameterList([weight]), weight_decay=0.0)
+    optimizer = moco_jointcrop.lars(torch.nn.ParameterList([weight]), weight_decay=0.0)
     optimizer.param_groups[-1]["lr"] = 0.5
     optimizer.step()
     torch.testing.assert_close(weight.detach(), 1 - 0.5 * 0.001 * 12**0.5 / gradient.norm() * gradient)

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS, NANO
+from conftest import MODULES, NANO
 from PIL import Image
 from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -38,8 +38,7 @@ def shrink(patch):
     name, options = common.ARCHS["vit_micro"]  # two blocks, of which the second has drop path
     patch.setitem(common.ARCHS, "vit_micro", (name, options | dict(depth=2)))
     small = dict(hidden=32, dim=16, patch_size=8, queue=32, mix_slices=2, drop_path=0.2, clim_start=0, num_clusters=4)
-    for method in METHODS:
-        module = importlib.import_module(method)
+    for module in MODULES.values():
         names = vars(module.parse_args([])).keys() & small
         patch.setitem(module.RECIPES, "patterns", module.RECIPES["patterns"] | {name: small[name] for name in names})
 
@@ -53,9 +52,9 @@ def _tiny():
 
 def run(method, out, *flags, **own):
     """Run a method in this process. Return what it prints. own: the user's train, test."""
-    module = importlib.import_module(method)
+    args = MODULES[method].parse_args([*FLAGS, "--out", str(out), *map(str, flags)])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        module.main(module.parse_args([*FLAGS, "--out", str(out), *map(str, flags)]), **own)
+        MODULES[method].main(args, **own)
     return said.getvalue()
 
 
@@ -214,8 +213,6 @@ def life(script, argv, moment=""):
             common.start(module.main, lambda: module.parse_args([*map(str, argv)]))
         except SystemExit as stop:
             return stop.code, said.getvalue()
-        except KeyboardInterrupt:
-            return 130, said.getvalue()
     return 0, said.getvalue()
 
 
