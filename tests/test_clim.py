@@ -322,8 +322,7 @@ def test_recipes():
     assert values(clim, "--image-size 24 40", "image_size") == [[40, 24]]  # the largest first
     for flags in ("--selection none", "--local-crops 2"):  # Table 7's multi-crop has one size
         assert values(clim, f"--dataset imagenet {flags}", "image_size") == [[224]]
-    # Terms are summed (D3), so that the baseline, with one term, has the whole rate
-    terms = {"": 4, "--image-size 64": 1, "--selection none": 1, "--local-crops 2": 3}
+    terms = {"": 4, "--image-size 64": 1, "--selection none": 1, "--local-crops 2": 3}  # they are summed (D3)
     terms["--local-crops 2 --image-size 224 160"] = 6
     for flags, count in terms.items():
         assert values(clim, f"--dataset folder --data-dir x {flags}", "lr") == [0.03 / count]

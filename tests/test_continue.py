@@ -185,15 +185,13 @@ def test_resume_with_other_images(method, begun, tmp_path, capsys):
 def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, capsys):
     """Of another method, without a part, or with other shapes. --out can still be used afterwards."""
     state, more = load(begun(method) / "last.pt"), ["--epochs", 3, "--resume", tmp_path / "last.pt"]
-    wrong = [(load(begun("jcl" if method == "patchmix" else "patchmix") / "last.pt"), [])]
-    wrong += [(state, ["--dim", 8]), (state | {"model": {"other": torch.ones(1)}}, [])]
-    parts = state.keys() - {"backbone", "processes", "positives"}
-    wrong += [({k: v for k, v in state.items() if k != part}, []) for part in parts - {"records"}]
-    wrong += [(state | {part: {}}, []) for part in parts if "optim" in part]
-    wrong += [(load(begun(method) / "backbone.pt"), [])]
-    for saved, flags in wrong:
+    other, parts = "jcl" if method == "patchmix" else "patchmix", state.keys() - {"backbone", "processes", "positives"}
+    wrong = [load(begun(other) / "last.pt"), state, state | {"model": {"other": torch.ones(1)}}]
+    wrong += [{k: v for k, v in state.items() if k != part} for part in parts - {"records"}]
+    wrong += [state | {part: {}} for part in parts if "optim" in part] + [load(begun(method) / "backbone.pt")]
+    for saved in wrong:
         torch.save(saved, tmp_path / "last.pt")
-        line = refused(capsys, run, method, tmp_path / "new", *more, *flags)
+        line = refused(capsys, run, method, tmp_path / "new", *more, *["--dim", 8] * (saved is state))
         assert str(tmp_path / "last.pt") in line and len(line) < 600
     assert "is not the last.pt of a run of" in line
     torch.save(state, tmp_path / "last.pt")

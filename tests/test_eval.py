@@ -257,8 +257,7 @@ def test_a_feature_that_never_varies_in_training_changes_nothing(value):
 
 
 def test_scores_against_a_loop():
-    g = generator(8)
-    labels, logits = torch.tensor([0] * 20 + [1, 2, 3, 4, 6] * 2), torch.randn(30, 8, generator=g)
+    labels, logits = torch.tensor([0] * 20 + [1, 2, 3, 4, 6] * 2), torch.randn(30, 8, generator=generator(8))
     logits[torch.arange(30), labels] += 1.5
     ranked = [sorted(range(8), key=lambda c: -row[c]) for row in logits.tolist()]
     top1, top5 = (np.array([y in r[:k] for r, y in zip(ranked, labels.tolist(), strict=True)]) for k in (1, 5))

@@ -39,9 +39,6 @@ def test_what_is_not_finite_is_never_saved(begun, ended, tmp_path, monkeypatch, 
     out, update, save_run = shutil.copytree(begun(method), tmp_path / "run"), common.Meter.update, common.save_run
     before = contents(out)
 
-    def infinite(meter, metrics):
-        update(meter, metrics | dict(loss=torch.tensor(torch.inf)))
-
     def spoiled(out, config, info, state, *more):
         weight = state["optimizer"].param_groups[-1]["params"][0]
         numbers = [x for x in state["optimizer"].state[weight].values() if torch.is_tensor(x) and x.dim()]
@@ -50,7 +47,7 @@ def test_what_is_not_finite_is_never_saved(begun, ended, tmp_path, monkeypatch, 
 
     with monkeypatch.context() as patch, pytest.raises(FloatingPointError, match=rf"^{what}\b.* not finite"):
         if what == "loss":
-            patch.setattr(common.Meter, "update", infinite)
+            patch.setattr(common.Meter, "update", lambda meter, m: update(meter, m | {"loss": torch.tensor(torch.inf)}))
         else:
             patch.setattr(common, "save_run", spoiled)
         run(method, out, *QUIET)

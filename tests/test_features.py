@@ -55,18 +55,17 @@ def test_knn_with_a_bank_that_needs_chunks():
     assert torch.equal(common.knn_predict(x, octants.long(), q, [3], 0.07, 8)[0], where)
 
 
-class Tiny(nn.Sequential):
-    def __init__(self):
-        torch.manual_seed(0)
-        layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2)
-        super().__init__(*layers, nn.Flatten())
-        self[1].running_mean.normal_()
+def make_encoder():
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+    norm.running_mean.normal_()
+    return nn.Sequential(conv, norm, nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2), nn.Flatten())
 
 
 @pytest.mark.parametrize("batch_size, workers", [(256, 0), (4, 2), (1, 0)])
 def test_features_are_a_plain_loops(batch_size, workers):
     """The modes and statistics of the encoder stay, those of a frozen batch norm too, and so do random numbers."""
-    encoder, images = Tiny().train(), common.Patterns(11, 16, seed=0)
+    encoder, images = make_encoder(), common.Patterns(11, 16, seed=0)
     encoder[1].eval()
     modes, statistics = [m.training for m in encoder.modules()], encoder[1].running_mean.clone()
     state = torch.get_rng_state()
@@ -91,7 +90,7 @@ def test_features_that_are_not_finite_are_an_error():
 def sharded(folder):
     """Save features, predictions, scores and health, as found by this process, alone or one of several."""
     _, rank, world = common.init_distributed("cpu")
-    encoder, few = Tiny().train(), common.Patterns(32, 16, seed=0)
+    encoder, few = make_encoder(), common.Patterns(32, 16, seed=0)
     test = common.Subset(few, range(5))
     result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
     for n in (7, 2, 1):  # banks: the second and the third process have parts without images

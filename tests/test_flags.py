@@ -180,10 +180,7 @@ def test_a_vit_is_one_group_of_batch_norm(method, module):
     assert module.parse_args(["--arch", "vit_micro"]).bn_groups == 1
 
 
-REFUSALS = [(method, flags) for method in METHODS for flags in ["--init-prefix x.", *REFUSED.get(method, [])]]
-
-
-@pytest.mark.parametrize("method, flags", REFUSALS)
+@pytest.mark.parametrize("method, flags", [(m, f) for m in METHODS for f in ("--init-prefix x.", *REFUSED.get(m, ()))])
 def test_a_flag_without_effect_is_refused(method, module, flags, capsys):
     line = refused(capsys, module.parse_args, flags.split())
     assert re.findall(r"--[a-z]\S+", flags)[-1] in line and "no effect" in line

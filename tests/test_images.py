@@ -67,18 +67,15 @@ def test_images_of_ones_own_of_any_mode_become_rgb_before_they_are_resized(mode)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-# PNG files of one pixel of 16 bits per channel, RGB and RGBA, which Pillow reads, but cannot write
-PNG16 = [
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAIAAADA54+dAAAADElEQVR4nGPg/w+CAAmyAysEKUClAAAAAElFTkSuQmCC",
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAYAAABPhRjKAAAADElEQVR4nGPg/w+BABElBDlTtASBAAAAAElFTkSuQmCC",
-]
-
-
 def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
     """Also one with more than 8 bits per channel, in any layout, whose values Pillow would clip."""
     for name, dtype in ("gray.png", "uint16"), ("float.tif", "f4"):
         Image.fromarray(np.arange(120, dtype=dtype).reshape(12, 10)).save(tmp_path / name)
-    for i, data in enumerate(PNG16):
+    deep = [  # PNG files of one pixel of 16 bits per channel, RGB and RGBA, which Pillow reads, but cannot write
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAIAAADA54+dAAAADElEQVR4nGPg/w+CAAmyAysEKUClAAAAAElFTkSuQmCC",
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAYAAABPhRjKAAAADElEQVR4nGPg/w+BABElBDlTtASBAAAAAElFTkSuQmCC",
+    ]
+    for i, data in enumerate(deep):
         (tmp_path / f"deep{i}.png").write_bytes(base64.b64decode(data))
     Image.fromarray(gradient(80, 80)).save(tmp_path / "whole.jpg")
     (tmp_path / "half.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:700])
@@ -302,10 +299,9 @@ def test_each_node_downloads_once(local_rank, downloads, asked, tmp_path, monkey
     assert [call["download"] for call in asked] == downloads and before == [len(asked) - 1]
 
 
-LOADERS = [lambda root: common.load_dataset("folder", root), lambda root: ImageFolder(f"{root}/train")]
-
-
-@pytest.mark.parametrize("load", LOADERS, ids=["ours", "torchvision's"])
+@pytest.mark.parametrize("load", [
+    lambda root: common.load_dataset("folder", root), lambda root: ImageFolder(f"{root}/train"),
+], ids=["ours", "torchvision's"])  # fmt: skip
 def test_the_fingerprint_is_of_the_images_not_of_their_place(load, tmp_path, monkeypatch):
     """It is of their names and labels. The path of the folder may be a relative one."""
     root = write_tree(tmp_path / "one", {"train/a": 3, "train/b": 2})

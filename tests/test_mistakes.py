@@ -84,8 +84,7 @@ def test_mistakes(place, capsys, script, flags, name):
 @pytest.mark.parametrize("script", ["logo", *EVALUATIONS])  # test_readme.py reads the last line of each method
 def test_a_script_as_a_program(script, tmp_path):
     flags = ["missing"] if script in EVALUATIONS else ["--dataset", "folder", "--data-dir", "missing"]
-    command = [sys.executable, str(ROOT / f"{script}.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, ROOT / f"{script}.py", *flags], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "") and not list(tmp_path.iterdir())
     assert done.stderr.startswith("error: ") and "missing" in done.stderr and done.stderr.count("\n") == 1
 

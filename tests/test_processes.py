@@ -72,15 +72,14 @@ def process(folder, cases):
         g = generator(zlib.crc32(images.numpy().tobytes()))
         return mix(images, num_mix, patch_size, torch.randperm((images.shape[-1] // patch_size) ** 2, generator=g))
 
-    def parallel(model):  # without a queue, batch norm is over all processes: on CPUs each would have its own
-        return DDP(model if hasattr(model, "queue") else synchronize(model))
-
     clim.choose_positives, clim.mix_queries = choose_positives, seeded(clim.mix_queries)
     patchmix.patch_mix = patch_mix
     for case in cases:
         method, *flags = case.split()
         module = MODULES[method]
-        module.augment, module.DistributedDataParallel = functools.partial(random_view, generator()), parallel
+        module.augment = functools.partial(random_view, generator())
+        # without a queue, batch norm is over all processes: on CPUs each would have its own
+        module.DistributedDataParallel = lambda model: DDP(model if hasattr(model, "queue") else synchronize(model))
         arch = ["--drop-path", "0"] if method == "patchmix" else ["--arch", "nano"]
         args = module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"])
         module.main(args, train=common.Patterns(96, 16, seed=0))  # three steps

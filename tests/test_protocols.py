@@ -129,12 +129,12 @@ def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
 
 def test_what_differs_has_a_folder_of_its_own(places):
     """By default. A run and its last.pt are one encoder."""
-    info, run_folder = common.load_backbone(places["VIT"])[1], places["VIT"]
-    lines = ["", "--amp off", "--lr 2", "--dataset cifar10", "--label-fraction 0.5", "--norm cifar10"]
-    lines = [[run_folder, *line.split()] for line in lines]
-    lines += [[run_folder / f"{name}.pt"] for name in ("epoch-0001", "epoch-0002", "last")]
-    lines = [eval_linear.parse_args([*map(str, line), "--protocol", "moco"]) for line in lines]
-    *outs, last = [eval_linear.complete(args, info).out for args in lines]
+    vit, info = places["VIT"], common.load_backbone(places["VIT"])[1]
+    flags = "", "--amp off", "--lr 2", "--dataset cifar10", "--label-fraction 0.5", "--norm cifar10"
+    lines = [[vit, *words.split()] for words in flags]
+    lines += [[vit / f"{name}.pt"] for name in ("epoch-0001", "epoch-0002", "last")]
+    each = [eval_linear.parse_args([*map(str, line), "--protocol", "moco"]) for line in lines]
+    *outs, last = [eval_linear.complete(args, info).out for args in each]
     assert last == outs[0] and len({*outs}) == len(outs)
 
 

@@ -15,8 +15,7 @@ def test_runs(arm):
     """Each kept run has the command that results.py would start for it, which its script takes, and its last epoch."""
     for seed, record in results.runs_of(arm).items():
         command = record["command"].replace(" --amp bf16", "")  # which earlier commits had on CPUs
-        # --blur-p had these values in an earlier recipe
-        command = re.sub("--joint blur(?! --blur-p)", "--joint blur --blur-p 0.5 0.5", command)
+        command = re.sub("--joint blur(?! --blur-p)", "--joint blur --blur-p 0.5 0.5", command)  # an earlier recipe's
         _, args = results.parse(results.former(command))
         assert command == results.command(arm, seed)
         assert (args.dataset, args.seed, args.batch_size) == ("cifar10", int(seed), 128)
