@@ -40,21 +40,21 @@ def copied(method):
 
 X = [torch.randn(4, 3, 8, 8, generator=generator(i)) for i in range(4)]
 PAIRS = ([(0, 1), (1, 0)], [(2, 0)])
-MODELS = {  # file, class: arguments besides an encoder, its width and dim; what forward takes
-    "jcl JCL": (dict(queue=8), (X, 4.0)),
-    "clim CLIM": (dict(sizes=(8, 8), queue=8), (X[:2], [0.5, 0.3], X[1:3])),
-    "moco_jointcrop MoCo": (dict(queue=8), (X,)),
-    "moco_jointcrop MoCoV3": (dict(hidden=8), (X,)),
-    "logo MoCo": (dict(pairs=PAIRS, queue=8), (X,)),
-    "logo SimSiam": (dict(pairs=PAIRS, hidden=8), (X,)),
-    "patchmix PatchMix": (dict(hidden=8, patch_size=4), (X,)),
-}
+MODELS = [  # file, class, arguments besides an encoder, its width and dim; what forward takes
+    ("jcl", "JCL", dict(queue=8), (X, 4.0)),
+    ("clim", "CLIM", dict(sizes=(8, 8), queue=8), (X[:2], [0.5, 0.3], X[1:3])),
+    ("moco_jointcrop", "MoCo", dict(queue=8), (X,)),
+    ("moco_jointcrop", "MoCoV3", dict(hidden=8), (X,)),
+    ("logo", "MoCo", dict(pairs=PAIRS, queue=8), (X,)),
+    ("logo", "SimSiam", dict(pairs=PAIRS, hidden=8), (X,)),
+    ("patchmix", "PatchMix", dict(hidden=8, patch_size=4), (X,)),
+]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_works_alone(name):
+@pytest.mark.parametrize("method, kind, arguments, given", MODELS)
+def test_a_model_works_alone(method, kind, arguments, given):
     """By tensors and numbers, in a user's own loop. torch's global generator shuffles the keys, or the patches."""
-    (method, kind), (arguments, given), losses = name.split(), MODELS[name], []
+    losses = []
     assert not re.search(r"\b(common|args)\.", sections(method))
     for seed in (3, 3, 4):
         torch.manual_seed(0)
@@ -79,11 +79,10 @@ def test_a_model_works_alone(name):
     assert (losses[1] != losses[2]) == (kind not in ("MoCoV3", "SimSiam"))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_works_within_autocast(name, monkeypatch):
+@pytest.mark.parametrize("method, kind, arguments, given", MODELS)
+def test_a_model_works_within_autocast(method, kind, arguments, given, monkeypatch):
     """Its loss is computed in float32: if its networks are, too, autocast changes nothing. Else it changes little."""
-    (method, kind), (arguments, given), losses = name.split(), MODELS[name], []
-    in_float32 = torch.autocast("cpu", enabled=False)(nn.Linear.forward)
+    losses, in_float32 = [], torch.autocast("cpu", enabled=False)(nn.Linear.forward)
     for enabled in (False, True, True):
         torch.manual_seed(0)
         encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8))
