@@ -140,8 +140,8 @@ def calls(monkeypatch):
 
 MOCO_V2, MOCO_V3 = (0.4, 0.4, 0.4, 0.1, 0.8), (0.4, 0.4, 0.2, 0.1, 0.8)  # the jitter's strengths, its probability
 DRAWN = ([0.0, 1.5], [0.0, 1.0])  # by moco_jointcrop.py's loader, for two images: sigma, which is 0 for no blur, and p
-TWO = "--blur-p 0.25 0.75"  # the first is the query's or view 1's, and in two files that of local crops. By view:
-OF_TWO = dict(jcl=(0.25, 0.75, 0.75), clim=(0.75, 0.25, 0.25), logo=(0.25, 0.75, 0.25))  # clim: a key first
+TWO = "--blur-p 0.25 0.75"  # the first is the query's or view 1's, and in two files that of local crops
+OF_TWO = dict(jcl=(0.25, 0.75, 0.75), clim=(0.75, 0.25, 0.25), logo=(0.25, 0.75, 0.25))  # by view; clim: a key first
 ON_IMAGENET = [  # method, flags and view; then: jitter, blur's sigma and probability, solarize's probability
     *((method, "", 0, MOCO_V2, ((0.1, 2.0), 0.5), 0) for method in ("jcl", "clim", "logo")),
     *((method, TWO, view, MOCO_V2, ((0.1, 2.0), p[view]), 0) for method, p in OF_TWO.items() for view in range(3)),

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from unittest.mock import Mock
 
 import pytest
@@ -59,7 +58,7 @@ def test_what_is_not_finite_is_never_saved(begun, ended, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), UnicodeError()])
 def test_a_log_that_cannot_be_written_does_not_end_a_training(error, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=error)))
+    monkeypatch.setattr("sys.stdout", Mock(write=Mock(side_effect=error)))
     jcl.main(jcl.parse_args([*FLAGS, *QUIET, "--out", str(tmp_path)]))
     assert epochs_of(tmp_path) == 2
 

@@ -1,7 +1,5 @@
 """common.py's evaluation against slow, obvious references: features, kNN over processes, health figures, backbones."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -32,7 +30,7 @@ def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
     for i, q in enumerate(queries):
         ranked = sorted(((float(q @ t), j) for j, t in enumerate(bank)), reverse=True)
         for similarity, j in ranked[:k]:
-            scores[i, int(train_y[j])] += math.exp((similarity - ranked[0][0]) / temperature)
+            scores[i, int(train_y[j])] += np.exp((similarity - ranked[0][0]) / temperature)
     return scores
 
 
@@ -51,7 +49,7 @@ def test_knn_with_a_bank_that_needs_chunks():
     """2 million points of the circle, labels: octants; more queries than one chunk holds, in the octants' middles."""
     octants = 8 * torch.rand(2**21, generator=generator(0))
     where = torch.arange(40) % 8
-    x, q = (torch.stack([a.cos(), a.sin()], 1) for a in (octants * math.pi / 4, (where + 0.5) * math.pi / 4))
+    x, q = (torch.stack([a.cos(), a.sin()], 1) for a in (octants * torch.pi / 4, (where + 0.5) * torch.pi / 4))
     assert torch.equal(common.knn_predict(x, octants.long(), q, [3], 0.07, 8)[0], where)
 
 
@@ -81,7 +79,7 @@ def test_features_are_a_plain_loops(batch_size, workers):
 
 def test_features_that_are_not_finite_are_an_error():
     wild = nn.Identity()
-    wild.forward = lambda x: torch.tensor([[1.0], [math.inf]])[: len(x)]
+    wild.forward = lambda x: torch.tensor([[1.0], [torch.inf]])[: len(x)]
     assert common.extract_features(wild, common.Patterns(1, 16, seed=0), INFO, CPU).tolist() == [[1]]
     with pytest.raises(ValueError, match="finite"):
         common.extract_features(wild, common.Patterns(2, 16, seed=0), INFO, CPU)
@@ -128,7 +126,7 @@ def test_embedding_health():
     rank = torch.distributions.Categorical(torch.linalg.eigvalsh(a.T @ a).sqrt()).entropy().exp().item()
     std = a.square().mean(0).sqrt().mean().item() * 5**0.5
     assert common.embedding_health(x) == pytest.approx(dict(std=std, rank=rank), rel=1e-4)
-    assert all(math.isfinite(v) for v in common.embedding_health(x[:1]).values())
+    assert all(np.isfinite(v) for v in common.embedding_health(x[:1]).values())
 
 
 def test_an_encoder_that_does_not_fit_is_refused(capsys):

@@ -151,7 +151,7 @@ def test_algorithm1(flags, tmp_path, monkeypatch):
     logo.main(args, train=train)
     batches = [views[i : i + len(views) // 3] for i in range(0, len(views), len(views) // 3)]
     saved, state = common.load_checkpoint(tmp_path / "last.pt"), state_of(logo, line, train=train)
-    assert state["l2l_optimizer"].param_groups[0]["lr"] == args.lr * 16 / 256  # for who copies main's blocks alone
+    assert state["l2l_optimizer"].param_groups[0]["lr"] == args.lr * 16 / 256  # for copies without main's schedule
     assert len(noises) == 3 * args.l2l
     if args.affinity_form == "linear":
         assert noises == [None] * 3

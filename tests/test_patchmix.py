@@ -1,7 +1,5 @@
 """patchmix.py against slow references written from the paper, its limit cases and its tables."""
 
-import itertools
-
 import pytest
 import torch
 from conftest import assert_same, first_call, generator, random_views, state_of, values
@@ -188,5 +186,5 @@ def test_heads_are_table_9():
     model = state_of(patchmix, f"{TINY} --hidden 24")["model"]
     for head, widths in ((model.projector, [64, 24, 24, 8]), (model.predictor, [8, 24, 8])):
         assert [type(m).__name__ for m in head] == (["Linear", "BatchNorm1d", "ReLU"] * (len(widths) - 1))[:-1]
-        assert [(m.in_features, m.out_features) for m in head[::3]] == [*itertools.pairwise(widths)]
+        assert [(m.in_features, m.out_features) for m in head[::3]] == [*zip(widths[:-1], widths[1:], strict=True)]
         assert head[1].weight is not None and head[-1].weight is None

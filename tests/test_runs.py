@@ -5,7 +5,6 @@ import datetime
 import functools
 import json
 import re
-import sys
 from unittest import mock
 
 import numpy as np
@@ -122,7 +121,7 @@ def test_a_run_that_collapses_says_so_once(capsys):
 
 @pytest.mark.parametrize("kind", [common.UsageError, FloatingPointError])
 def test_an_error_is_not_glued_to_the_progress_line(kind, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
 
     def main(args):
         common.progress("step 3")

@@ -1,7 +1,5 @@
 """The schedules, by formulas that are written out here, and what each step of a run gets from them."""
 
-import math
-
 import numpy as np
 import pytest
 import tiny
@@ -17,7 +15,7 @@ CASES += [("moco_jointcrop", "--moco v1 --milestones")]  # without any: the cosi
 
 def between(first, last, done):
     """Half a cosine from the first value to the last."""
-    return last + (first - last) * 0.5 * (1 + math.cos(math.pi * done))
+    return last + (first - last) * 0.5 * (1 + np.cos(np.pi * done))
 
 
 @pytest.mark.parametrize("warmup", [5, 2.5, 0.2, 0])
