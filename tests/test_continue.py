@@ -156,8 +156,8 @@ def test_resume_begins_another_folder(straight, tmp_path, capsys):
     words = [*JCL, "--resume", source / "epoch-0001.pt", "--out", new]
     life("jcl", [*JCL, "--keep-every", 1, "--out", source], "step 5")
     before = contents(source)
-    for moment, epochs in (("step 2", None), ("step 6", 2), ("", 3)):
-        life("jcl", words, moment)
+    for moment, begins, epochs in (("step 2", source, None), ("step 6", source, 2), ("", new, 3)):
+        assert f"resumed from {begins}/" in life("jcl", words, moment)[1]
         assert epochs_of(new) == epochs
     assert "epoch-0001.pt" in refused(capsys, tiny.play, "jcl", [*words[:-1], source])
     assert contents(source) == before
