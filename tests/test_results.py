@@ -10,18 +10,6 @@ from conftest import ROOT
 from PIL import Image
 
 
-@pytest.mark.parametrize("arm", results.ARMS)
-def test_runs(arm):
-    """Each kept run has the command that results.py would start for it, which its script takes, and its last epoch."""
-    for seed, record in results.runs_of(arm).items():
-        command = record["command"].replace(" --amp bf16", "")  # which earlier commits had on CPUs
-        command = re.sub("--joint blur(?! --blur-p)", "--joint blur --blur-p 0.5 0.5", command)  # an earlier recipe's
-        _, args = results.parse(results.former(command))
-        assert command == results.command(arm, seed)
-        assert (args.dataset, args.seed, args.batch_size) == ("cifar10", int(seed), 128)
-        assert record["epochs"][-1]["epoch"] == args.epochs
-
-
 def test_tables(tmp_path):
     """The tables are what tests/tools/results.py makes of tests/results/, and the page has all that are not empty."""
     gpu_list.write(tmp_path / "claims.json", results.kept("claims"))

@@ -1,13 +1,11 @@
-"""Does each paper's improvement over its baseline show? Makes the runs and the tables of their numbers, by hand.
+"""Makes the runs behind the tables of tests/results/README.md, and the tables, by hand.
 
-    python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1]
-    python tests/tools/results.py begin --data-dir DIR [--arms jcl-stl10]      three epochs of every recipe
-    python tests/tools/results.py gpu --archive FILE [--minutes 9] what gpu_list.py has for a GPU
-    python tests/tools/results.py readme                           write the tables into tests/results/README.md
-    python tests/tools/results.py curves                           draw the learning curves (needs matplotlib)
+    python tests/tools/results.py begin --data-dir DIR [--arms jcl-stl10]   three epochs of every recipe
+    python tests/tools/results.py gpu --archive FILE [--minutes 9]          what gpu_list.py has for a GPU
+    python tests/tools/results.py readme                                    the tables of tests/results/README.md
+    python tests/tools/results.py curves                                    the learning curves (needs matplotlib)
 
-The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
-in runs/results, and resumes where it was stopped. The numbers are kept in claims.json. Its "baselines", raw pixels and
+claims.json is of earlier recipes; each of its runs names its command and commit. Its "baselines", raw pixels and
 untrained encoders, are what eval_knn.py and eval_linear.py print beside a run's.
 """
 
@@ -28,38 +26,29 @@ import torch
 from bench import ROOT, parse, records, training_batches  # which puts the project's root on the path
 
 import common
-import eval_linear
 
 KEPT, RUNS = ROOT / "tests" / "results", ROOT / "runs" / "results"
 RESNET, VIT = "resnet_mini", "vit_micro"  # PatchMix has the ViT
 
-ARMS = {  # name: how tables call it, its script with flags
-    "moco": ("MoCo v2", "moco_jointcrop.py --joint none"),
-    "jcl": ("JCL", "jcl.py"),
-    "jointcrop": ("J-Crop(0)", "moco_jointcrop.py --joint crop"),
-    "clim": ("CLIM", "clim.py"),
-    "jointblur": ("J-Blur(0)", "moco_jointcrop.py --joint blur --blur-p 0.5 0.5"),
-    "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0"),
-    "logo-moco": ("LoGo on MoCo", "logo.py"),
-    "logo-moco-no-l2l": ("LoGo on MoCo, no local-to-local", "logo.py --no-l2l"),
-    "patchmix-1": ("PatchMix, M = 1", "patchmix.py --num-mix 1"),
-    "patchmix-3": ("PatchMix, M = 3", "patchmix.py --num-mix 3"),
-    "simsiam": ("SimSiam", "logo.py --base simsiam --local-crops 0"),
-    "logo-simsiam": ("LoGo on SimSiam", "logo.py --base simsiam"),
-    "moco-twice": ("MoCo v2, 100 epochs", "moco_jointcrop.py --joint none"),
-    "moco-half-more": ("MoCo v2, 75 epochs", "moco_jointcrop.py --joint none"),
-    "mocov3": ("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto"),
-    "patchmix-released": ("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released"),
+ARMS = {  # of claims.json: how tables call them
+    "moco": "MoCo v2",
+    "jcl": "JCL",
+    "jointcrop": "J-Crop(0)",
+    "clim": "CLIM",
+    "jointblur": "J-Blur(0)",
+    "moco-symmetric": "MoCo, both views as queries",
+    "logo-moco": "LoGo on MoCo",
+    "logo-moco-no-l2l": "LoGo on MoCo, no local-to-local",
+    "patchmix-1": "PatchMix, M = 1",
+    "patchmix-3": "PatchMix, M = 3",
+    "simsiam": "SimSiam",
+    "logo-simsiam": "LoGo on SimSiam",
+    "moco-twice": "MoCo v2, 100 epochs",
+    "moco-half-more": "MoCo v2, 75 epochs",
+    "mocov3": "MoCo v3",
+    "patchmix-released": "PatchMix, M = 3, released",
 }
-MOCO_V2 = "--lr 0.1 --momentum 0.99 --weight-decay 1e-4 --crop-scale 0.2 1 --blur-p 0.5"
-FORMER = {  # flags of the arms' recipe, by script, where they are not MoCo v2's
-    "logo.py": "--lr 0.1 --momentum 0.99 --temperature 0.2 --milestones --blur-p 0.5",
-    "logo.py --base simsiam": "--lr 0.1 --blur-p 0.5 --dim 512 --hidden 128",
-    "patchmix.py": "",
-}
-LONGER = {"moco-twice": 100, "moco-half-more": 75}  # epochs; the others have 50
-
-CURVES = {  # the panels of the picture; these arms are trained by default
+CURVES = {  # the panels of the picture
     "MoCo v2 and what builds on it": "moco jcl jointcrop clim jointblur moco-symmetric logo-moco".split(),
     "SimSiam": ["simsiam", "logo-simsiam"],
     "PatchMix": ["patchmix-1", "patchmix-3"],
@@ -103,20 +92,6 @@ COLLAPSED = 0.2  # a lower std after three epochs
 NOISE = 0.5  # points by which 10,000 test images alone let an accuracy err
 
 
-def command(arm, seed):
-    """The command line of one run, without the data's place and the run's folder."""
-    script, epochs = ARMS[arm][1], LONGER.get(arm, 50)
-    encoder = f"{VIT} --patch-size 4" if script.startswith("patchmix") else RESNET
-    flags = f"--dataset cifar10 --arch {encoder} --epochs {epochs}"
-    return f"{script} {flags} --batch-size 128 --knn-every 10 --seed {seed}"
-
-
-def former(line):
-    """A command line of an arm with the flags of its recipe."""
-    script = line.split()[0] + " --base simsiam" * ("simsiam" in line)
-    return f"{line} {FORMER.get(script, MOCO_V2)}"
-
-
 def kept(name):
     """What is kept in a file of tests/results."""
     file = KEPT / f"{name}.json"
@@ -132,30 +107,6 @@ def versions():
     """What a run was made with."""
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True)
     return dict(torch=torch.__version__, commit=commit.strip())
-
-
-def evaluate(line, out, where):
-    """What is kept of a run: its command, what it was made with, its epochs with kNN, and the linear probe."""
-    linear = eval_linear.main(eval_linear.parse_args([str(out), *where, "--no-baselines"]))["encoder"]["linear_top1"]
-    names = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
-    epochs = [{name: round(r[name], 4) for name in names} for r in records(out) if "knn20_top1" in r]
-    made = dict(command=line, device=json.loads((out / "config.json").read_text())["machine"]) | versions()
-    return made | dict(epochs=epochs, linear_top1=round(linear, 4))
-
-
-def train(args):
-    """Make every run of the arms that is not kept yet, all arms of a seed before the next seed."""
-    where = ["--workers", "0", *(["--data-dir", args.data_dir] if args.data_dir else [])]
-    for seed, arm in itertools.product(args.seeds, args.arms or sum(CURVES.values(), [])):
-        if str(seed) in runs_of(arm):
-            continue
-        line, out = command(arm, seed), RUNS / f"{arm}-s{seed}"
-        module, own = parse(former(line), *where, "--out", out)
-        module.main(own)
-        record = evaluate(line, out, where)
-        runs = dict(sorted((runs_of(arm) | {str(seed): record}).items()))
-        gpu_list.write(KEPT / "claims.json", kept("claims") | {arm: runs})
-        print(f"{arm}, seed {seed}: kNN and linear {scores(record)}", flush=True)
 
 
 def three_epochs(name, recipe, images):
@@ -235,7 +186,7 @@ def claims():
     rows = []
     for arm, other, cost in CLAIMS:
         seeds = runs_of(arm).keys() & runs_of(other).keys()
-        cells, found = [ARMS[arm][0], ARMS[other][0]], gains(arm, other)
+        cells, found = [ARMS[arm], ARMS[other]], gains(arm, other)
         for i, gained in enumerate(found):
             before = statistics.mean(scores(runs_of(other)[seed])[i] for seed in seeds)
             cells += [f"{before:.1f} → {before + statistics.mean(gained):.1f}", spread(gained)]
@@ -299,7 +250,7 @@ def curves(args):
         for arm in arms:
             runs = [record["epochs"] for record in runs_of(arm).values()]
             epochs, values = [r["epoch"] for r in runs[0]], np.array([[r["knn20_top1"] for r in run] for run in runs])
-            (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=ARMS[arm][0])
+            (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=ARMS[arm])
             panel.fill_between(epochs, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15)
         panel.axhline(kept("claims")["baselines"]["raw pixels"]["knn20_top1"], ls="--", c="gray", label="raw pixels")
         panel.set(title=title, xlabel="epoch")
@@ -312,12 +263,11 @@ def curves(args):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
-    actions = dict(train=train, begin=begin, gpu=gpu_list.run, curves=curves)
+    actions = dict(begin=begin, gpu=gpu_list.run, curves=curves)
     actions["readme"] = lambda args: PAGE.write_text(with_tables(PAGE.read_text()))
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="folder of CIFAR-10")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *BEGINS, *gpu_list.CHOICES], metavar="ARM")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
+    parser.add_argument("--arms", nargs="+", choices=[*BEGINS, *gpu_list.CHOICES], metavar="ARM")
     add = parser.add_argument_group("gpu").add_argument
     add("--archive", metavar="FILE", help="CIFAR-10's JPEG files, in a tar archive")
     add("--minutes", type=float, default=9, metavar="N", help="time limit; what still runs is stopped")
