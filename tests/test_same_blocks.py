@@ -5,8 +5,11 @@ import re
 from collections import defaultdict
 
 import pytest
+import test_augmentation
+import test_flags
+import test_processes
 import torch
-from conftest import ROOT, VARIANTS, generator, state_of
+from conftest import METHODS, ROOT, VARIANTS, generator, state_of
 from torch import nn
 
 SOURCES = {path.name: path.read_text() for path in sorted(ROOT.glob("*.py"))}
@@ -96,6 +99,12 @@ def test_a_model_works_within_autocast(method, kind, arguments, given, monkeypat
         if enabled:
             monkeypatch.setattr(nn.Linear, "forward", in_float32)
     assert losses[2] == losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.01)
+
+
+def test_a_method_has_a_row_in_each_table():
+    """Or these tests would leave it out without notice."""
+    for table in (MODELS, test_augmentation.ON_IMAGENET, test_flags.REFUSED, test_processes.CASES):
+        assert {(row if isinstance(row, str) else row[0]).split()[0] for row in table} == {*METHODS}
 
 
 def test_common_trains_nothing():
