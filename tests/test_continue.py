@@ -57,7 +57,6 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, sc
     assert_same_run(straight(f"{case} {flags}".strip()), tmp_path, without_knn)
 
 
-@pytest.mark.slow
 def test_ended_at_each_moment_in_turn(straight, tmp_path):
     """The n-th start ends at its n-th step, write, flush, renaming or kNN, until one lasts. last.pt is always whole."""
     for number in itertools.count(1):
@@ -130,7 +129,6 @@ def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, capsys):
     assert "finished" in run("jcl", tmp_path, *JCL) and contents(tmp_path) == before
 
 
-@pytest.mark.slow
 def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
     """A changed bit is found by a checksum, also in the archive's directory, or it changes nothing that is loaded."""
     torch.manual_seed(0)
@@ -149,7 +147,6 @@ def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
     assert found > 300  # the rest is padding, and dates of files
 
 
-@pytest.mark.slow
 def test_resume_begins_another_folder(straight, tmp_path, capsys):
     """With --resume FILE: the same weights and records. The same command again resumes in --out, not in FILE's run."""
     source, new = tmp_path / "source", tmp_path / "new"
