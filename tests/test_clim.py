@@ -280,7 +280,8 @@ def test_choose_positives(selection, count, flags, monkeypatch, capsys):
     assert f" {100 * (labels[:, None] == labels[table]).double().mean():.1f}% " in capsys.readouterr().out
 
     model.eval()
-    x = common.normalize(torch.from_numpy(images.images).permute(0, 3, 1, 2) / 255, INFO["mean"], INFO["std"])
+    pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2).contiguous()  # channels_last would round differently
+    x = common.normalize(pixels / 255, INFO["mean"], INFO["std"])
     with torch.no_grad():
         x = F.normalize(model.momentum_projector(model.momentum_backbone(x)), dim=1).double()
     neighbors, (centers, assignment) = clim.nearest_neighbors(x, 6), clusters[0] if clusters else (None, [0] * 30)
