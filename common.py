@@ -895,7 +895,10 @@ def start(main, parse_args, paper=None):
 
 
 def init_distributed(device="auto", timeout=datetime.timedelta(hours=1)):
-    """Choose the device and join torchrun's process group, if there is one. Return (device, rank, world size)."""
+    """Choose the device and join torchrun's process group, if there is one. Return (device, rank, world size).
+
+    device: "auto" (a GPU if there is one), "cuda" or "cpu". timeout: how long a process waits for the others.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
