@@ -1,13 +1,13 @@
 """What a GPU that is lent for some minutes measures, in this order: `results.py gpu` does what is not kept yet.
 
-1. speed: a step of the five scripts, of the network alone, with color, and of the whole loop; then with --compile. They
-   start at once, and are timed one after another. What compiles disturbs what is timed, so compare no two rows closely.
-2. gpu_check.py, beside the first trainings.
+1. gpu_check.py, while what is timed next starts and compiles.
+2. speed: a step of the five scripts, of the network alone, with color, and of the whole loop, with and without
+   --compile. They start at once, and are timed one after another when all have done their first step.
 3. ARMS, some at once: trainings on CIFAR-10 in memory. Each is evaluated by kNN and a linear probe, beside the next.
 
 Each leaves one JSON file. A training that the time has cut is kept as far as it came, and resumed by the next call on
 the same machine, where its folder in runs/gpu still is. On another machine it begins anew. --arms chooses from the
-list: speed, compiled (the same with --compile), gpu_check, and ARMS with the seed, as in moco-s0.
+list: gpu_check, speed, and ARMS with the seed, as in moco-s0.
 """
 
 import contextlib
@@ -18,11 +18,12 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from unittest import mock
 
 import numpy as np
@@ -37,12 +38,9 @@ import eval_linear
 
 RUNS, KEPT = ROOT / "runs" / "gpu", ROOT / "tests" / "results" / "gpu"
 VIT = "patchmix.py --arch vit_tiny --patch-size 4"
-DEMO = "moco_jointcrop.py --moco v1 --joint none"
 SMALL_VIEWS = "--arch resnet_mini --clim-start 1 --image-size 28 20"  # of which `results.py begin` has 48 steps
 ARMS = {  # name: (how tables call it, its script with flags)
-    "moco-demo": ("MoCo's demo", DEMO),
-    "moco-demo-compiled": ("MoCo's demo", f"{DEMO} --compile"),
-    "moco-demo-q95": ("MoCo's demo, JPEG files of quality 95, full color", f"{DEMO} --compile"),  # another --archive
+    "moco-demo": ("MoCo's demo", "moco_jointcrop.py --moco v1 --joint none"),
     "moco": ("MoCo v2", "moco_jointcrop.py --joint none"),
     "jointcrop": ("J-Crop(0)", "moco_jointcrop.py"),
     "jcl": ("JCL", "jcl.py"),
@@ -53,18 +51,12 @@ ARMS = {  # name: (how tables call it, its script with flags)
     "patchmix-released": ("PatchMix, M = 3, released", f"{VIT} --num-mix 3 --variant released"),
     "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto"),
     "moco-jitter": ("MoCo v2, the jitter's order per image", "moco_jointcrop.py --joint none"),
-    "moco-no-warmup": ("MoCo v2, no warmup", "moco_jointcrop.py --joint none --warmup 0"),
-    "jointcrop-no-warmup": ("J-Crop(0), no warmup", "moco_jointcrop.py --warmup 0"),
-    "jcl-no-warmup": ("JCL, no warmup", "jcl.py --warmup 0"),
-    "clim-no-warmup": ("CLIM, no warmup", "clim.py --warmup 0"),
     "clim-imagenet100": ("CLIM, recipe of ImageNet-100", f"clim.py --dataset imagenet100 {SMALL_VIEWS}"),
 }
 SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
-COMPILED = {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
-# Some 22,000 images/s in all, by four trainings at once on one H200: 40 epochs of four of MoCo's take six minutes
-CHOICES = ["speed", "compiled", "gpu_check"] + [f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS]
-EVERYTHING = [name for name in CHOICES if "no-warmup" not in name and "q95" not in name]
-SPEED_SECONDS = 200  # then a step that is not timed yet is given up: what compiles must not take all the time
+SPEEDS |= {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
+CHOICES = ["gpu_check", "speed"] + [f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS]
+SPEED_SECONDS = 300  # then a step that is not timed yet is given up: what compiles must not take all the time
 CHECKS = "numbers evaluations waits group compiled".split()  # not recipes, which take much memory
 DRY = "--device cpu --batch-size 32"  # of --dry-run
 
@@ -81,10 +73,12 @@ def pixels(data):
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-def unpack(archive):
-    """Decode the files train/CLASS/NAME.jpg and test/CLASS/NAME.jpg of an archive, once, into runs/gpu/images.npz."""
-    with tarfile.open(archive) as tar:
-        files = {member.name: tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")}
+def unpack(archives):
+    """Decode the files train/CLASS/NAME.webp and test/CLASS/NAME.webp of archives, once, into runs/gpu/images.npz."""
+    files = {}
+    for archive in archives:
+        with tarfile.open(archive) as tar:
+            files |= {member.name: tar.extractfile(member).read() for member in tar if member.isfile()}
     names = sorted(files)
     with multiprocessing.Pool() as pool:
         images = np.stack(pool.map(pixels, [files[name] for name in names], chunksize=256))
@@ -123,11 +117,11 @@ def write(file, record):
 
 def speed(name, out, dry):
     """Time a step of a script: the network alone on views that are on the device, with color, and the whole loop."""
-    line, (workers, warm, timed) = (SPEEDS | COMPILED)[name], (0, 1, 2) if dry else (8, 8, 25)
+    line, (workers, warm, timed) = SPEEDS[name], (0, 1, 2) if dry else (8, 5, 20)
     module, args = opened(line, RUNS / f"speed/{os.getpid()}", dry, "--knn-every", 0, "--workers", workers)
     views, ms, color, began = {}, {}, module.augment, time.perf_counter()
     found = dict(command=line, batch=args.batch_size)
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def augment(x, *more):
         if "network" in ms:
@@ -139,22 +133,25 @@ def speed(name, out, dry):
     def batches(loaded):
         first = tree_map_only(torch.Tensor, lambda x: x if dry or x.dim() < 4 else x.cuda(), next(loaded))
         yield first
-        wait()
+        synchronize()
         found["first_step_s"] = round(time.perf_counter() - began, 1)
+        (RUNS / "speed" / f"{name}.ready").touch()
+        while not (RUNS / "speed" / "go").exists():
+            time.sleep(0.1)
         fcntl.flock(open(RUNS / "lock", "w"), fcntl.LOCK_EX)  # until the process ends
         for mode in ("network", "color", "loop"):
             for step in range(warm + timed):
                 if step == warm:
-                    wait()
+                    synchronize()
                     start = time.perf_counter()
                 yield next(loaded) if mode == "loop" else first
-            wait()
+            synchronize()
             ms[mode] = round(1000 * (time.perf_counter() - start) / timed, 2)
         keep()
         with torch.profiler.profile() as profiler:  # what the device does in a step, with color
             for _ in range(5):
                 yield first
-            wait()
+            synchronize()
         events = [event for event in profiler.events() if not event.is_user_annotation]
         kernels = [event for event in events if event.device_type.name == "CUDA"]
         ms["kernels"] = round(sum(event.self_device_time_total for event in kernels) / 5000, 2)
@@ -176,8 +173,9 @@ def record(name, flags):
     images = int(json.loads((RUNS / name / "config.json").read_text())["images"].split()[0])
     epochs = records(RUNS / name)
     speeds = [epoch["images_per_s"] for epoch in epochs]
-    found = dict(command=f"{ARMS[arm][1]} {flags} --seed {seed}", seconds=round(sum(images / np.array(speeds))))
-    return found | dict(images_per_s=round(float(np.median(speeds))), epochs=epochs) | card()
+    found = dict(title=ARMS[arm][0], command=f"{ARMS[arm][1]} {flags} --seed {seed}")
+    found |= dict(seconds=round(sum(images / np.array(speeds))), images_per_s=round(float(np.median(speeds))))
+    return found | dict(epochs=epochs) | card()
 
 
 def jitter_per_image(x, *values, p, jitter=common.color_jitter):
@@ -236,9 +234,8 @@ def run(args):
         folder.mkdir(parents=True, exist_ok=True)
     if not (RUNS / "images.npz").exists():
         unpack(args.archive)
-    checked = [log.stem for log in out.glob("gpu_check.log") if "VERDICT: all" in log.read_text()]
-    done = {*finished(out), *finished(KEPT), *checked}
-    wanted = [name for name in args.arms or EVERYTHING if name not in done]
+    done = {*finished(out), *finished(KEPT)}
+    wanted = [name for name in args.arms or CHOICES if name not in done]
     began = time.time()
 
     def work(name, *words, until=end):
@@ -260,16 +257,22 @@ def run(args):
         if time.time() < end and work(name, __file__, "train", *words) == 0:
             started.append(beside.submit(work, f"{name} evaluated", __file__, "evaluate", *words))
 
-    for what, lines in (("speed", SPEEDS), ("compiled", COMPILED)):
-        with ThreadPoolExecutor(1 if args.dry_run else len(lines)) as at_once:
-            names = [name for name in lines if what in wanted and f"speed-{name}" not in done]
-            list(at_once.map(time_a_step, names))
     arms, started = [name for name in wanted if name.rsplit("-s", 1)[0] in ARMS], []
-    with ThreadPoolExecutor() as beside:
+    with ThreadPoolExecutor(32) as beside:
         if "gpu_check" in wanted:
             sections = ["group", "--device", "cpu"] if args.dry_run else CHECKS
             words = [f"{ROOT}/tests/tools/gpu_check.py", "--seconds", str(max(1, end - time.time())), "--only"]
             started.append(beside.submit(work, "gpu_check", *words, *sections))
+        if "speed" in wanted:
+            shutil.rmtree(RUNS / "speed", ignore_errors=True)
+            (RUNS / "speed").mkdir()
+            timed = {name: beside.submit(time_a_step, name) for name in SPEEDS if f"speed-{name}" not in done}
+            begun = {name: RUNS / "speed" / f"{name}.ready" for name in timed}
+            while not all(begun[name].exists() or timed[name].done() for name in timed):
+                time.sleep(0.1)
+            wait(started)
+            (RUNS / "speed" / "go").touch()
+            wait(timed.values())
         with ThreadPoolExecutor(args.at_once) as at_once:
             list(at_once.map(train_and_evaluate, arms))
     for work_beside in started:

@@ -212,7 +212,6 @@ def trained_on_gpu():
     rows = []
     for file in sorted((KEPT / "gpu").glob("*-s?.json")):
         record = json.loads(file.read_text())
-        title, _ = gpu_list.ARMS[file.stem.rsplit("-s", 1)[0]]
         epochs = record["epochs"]
         if f"--epochs {len(epochs)} " not in record["command"]:
             continue  # the time was over
@@ -222,7 +221,7 @@ def trained_on_gpu():
         finals = k_200.get("0.07"), k_200.get("0.1"), record.get("linear", {}).get("linear_top1")
         line = re.sub(r" --(knn-every|seed) \d+", "", record["command"])
         percents = [f"{score:.1f}" if score else "" for score in finals]
-        rows.append([f"{title}, `{line}`", stds, knn, *percents, f"{record['seconds'] / 60:.0f}"])
+        rows.append([f"{record['title']}, `{line}`", stds, knn, *percents, f"{record['seconds'] / 60:.0f}"])
     heads = ["training", "`std` after epochs 1, 3, 5", "kNN, k 20", "k 200", "k 200, T 0.1", "linear", "minutes"]
     return markdown(heads, rows) if rows else ""
 
@@ -269,7 +268,7 @@ def main():
     parser.add_argument("--data-dir", metavar="DIR", help="folder of CIFAR-10")
     parser.add_argument("--arms", nargs="+", choices=[*BEGINS, *gpu_list.CHOICES], metavar="ARM")
     add = parser.add_argument_group("gpu").add_argument
-    add("--archive", metavar="FILE", help="CIFAR-10's JPEG files, in a tar archive")
+    add("--archive", nargs="+", metavar="FILE", help="CIFAR-10's image files, in tar archives")
     add("--minutes", type=float, default=9, metavar="N", help="time limit; what still runs is stopped")
     add("--at-once", type=int, default=4, metavar="N", help="trainings that share the GPU")
     add("--workers", type=int, default=4, metavar="N", help="data loading processes per training")
