@@ -40,7 +40,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms import v2
 
 import common
@@ -317,22 +317,24 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 
-class ImageAndPositive(common.Views):
-    """Views of an image and, once there are positives, of one of them: items ((views, positive's views), label).
+class ImageAndPositive(Dataset):
+    """Views of an image and, once there are positives, of one of them: items (views, positive's views).
 
-    images, transforms, positive_transforms: see common.Views. positives: (N, num_positives) int, the indices of each
+    images, positive_images: common.Views of the same N images. positives: (N, num_positives) int, the indices of each
     image's positives; below 0 before they are selected. Loader workers restart in each epoch, so they see changes.
     """
 
-    def __init__(self, images, transforms, positive_transforms, positives):
-        super().__init__(images, transforms)
-        self.positive_dataset, self.positives = common.Views(images, positive_transforms), positives
+    def __init__(self, images, positive_images, positives):
+        self.images, self.positive_images, self.positives = images, positive_images, positives
+
+    def __len__(self):
+        return len(self.images)
 
     def __getitem__(self, index):
-        views, label = super().__getitem__(index)
+        views, _ = self.images[index]
         column = torch.randint(self.positives.shape[1], ())  # a random one in each epoch (not in the paper)
         positive = self.positives[index, column].item()
-        return (views, self.positive_dataset[positive][0] if positive >= 0 else []), label
+        return views, self.positive_images[positive][0] if positive >= 0 else []
 
 
 def key_and_query(view):
@@ -519,14 +521,14 @@ def main(args, train=None, test=None):
     transforms += [local_crop] * args.local_crops  # so views[1:] are the queries'
     positive_transforms = transforms if args.mix == "cutmix" else [crop]  # without mixing, only a key view
     positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)  # none yet
-    images = ImageAndPositive(train, transforms, positive_transforms, positives)
+    images = ImageAndPositive(common.Views(train, transforms), common.Views(train, positive_transforms), positives)
     sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
     options = common.loader_options(args.workers, device)
     loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
     if args.show_views:  # views of images and of random positives, and mixed query views
         if args.selection != "none":
             positives.random_(len(positives))  # no encoder has selected any
-        views, positive_views = ([augment(x, args, i) for i, x in enumerate(part)] for part in next(iter(loader))[0])
+        views, positive_views = ([augment(x, args, i) for i, x in enumerate(part)] for part in next(iter(loader)))
         mixed = mix_queries(views[1:], positive_views[1:], args.alpha)[0] if positive_views[1:] else []
         names = ["key", "query"] + ["local crop"] * args.local_crops
         names += [f"random positive's {name}" for name in names[: len(positive_views)]]
@@ -569,7 +571,7 @@ def main(args, train=None, test=None):
         if args.selection != "none" and epoch >= args.clim_start and is_due:
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
-        for step, ((crops, positive_crops), _) in enumerate(loader):
+        for step, (crops, positive_crops) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs
             lr = learning_rate(args, now)
             for group in optimizer.param_groups:

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from timm.optim import Lars, param_groups_weight_decay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms import v2
 
 import common
@@ -296,7 +296,7 @@ class JointCrop(v2.RandomResizedCrop):
         return v2.functional.resized_crop(image, *box, self.size, self.interpolation, self.antialias)
 
 
-class JointViews(common.Views):
+class JointViews(Dataset):
     """Crops of each image: items ([uint8 (3, S, S), ...], whether the blurs are joint).
 
     The crops are the query view, the key view and local crops. images: a dataset with items (PIL image, label). crop,
@@ -305,19 +305,21 @@ class JointViews(common.Views):
     """
 
     def __init__(self, images, crop, local_crop, local_crops=0, joint="crop", pair="global", probability=0.5):
-        super().__init__(images, [crop, local_crop])
-        self.local_crops, self.joint, self.pair, self.probability = local_crops, joint, pair, probability
+        self.images, self.crop, self.local_crop, self.local_crops = images, crop, local_crop, local_crops
+        self.joint, self.pair, self.probability = joint, pair, probability
+
+    def __len__(self):
+        return len(self.images)
 
     def __getitem__(self, index):
         image = common.to_rgb(self.images[index][0])
-        crop, local_crop = self.transforms
         joint_crop, joint_blur = self.joint in ("crop", "both"), self.joint in ("blur", "both")
         if self.joint == "either":  # App. F
             joint_crop = torch.rand(()).item() < self.probability
             joint_blur = not joint_crop
-        crops = crop(image, joint=joint_crop and self.pair != "local")  # App. D
+        crops = self.crop(image, joint=joint_crop and self.pair != "local")  # App. D
         for _ in range(0, self.local_crops, 2):  # in pairs; if their number is odd, the last crop is cut off below
-            crops += local_crop(image, joint=joint_crop and self.pair != "global")
+            crops += self.local_crop(image, joint=joint_crop and self.pair != "global")
         return [common.to_tensor(x) for x in crops[: 2 + self.local_crops]], joint_blur
 
 

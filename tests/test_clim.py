@@ -184,11 +184,11 @@ def test_views_of_the_image_and_of_its_positive(flags, others):
     """Of one positive in the image's row, once these are chosen. With --same-crop a key has the crop of its query."""
     images, own, equal = data_set(flags), [16, 16, 8, 8][: max(2, others)], Counter()
     table = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
-    (views, none), label = images[7]
-    assert ([x.shape[-1] for x in views], none, label) == (own, [], 0) and len(images) == 40
+    views, none = images[7]
+    assert ([x.shape[-1] for x in views], none) == (own, []) and len(images) == 40
     images.positives.copy_(table)
     for index in range(40):
-        (views, others_views), _ = images[index]
+        views, others_views = images[index]
         assert [number_of(x) for x in views] == [index] * len(own) and [x.shape[-1] for x in views] == own
         (positive,) = {number_of(x) for x in others_views}
         assert positive in table[index] and [x.shape[-1] for x in others_views] == own[:others]
@@ -201,7 +201,7 @@ def test_views_of_the_image_and_of_its_positive(flags, others):
 def test_positives_are_drawn_uniformly_and_anew_each_time():
     images, n = data_set("--mix none"), 1000
     images.positives.copy_(torch.arange(10).expand(40, -1))  # a positive is the number of its column
-    drawn = torch.tensor([number_of(images[3][0][1][0]) for _ in range(n)])
+    drawn = torch.tensor([number_of(images[3][1][0]) for _ in range(n)])
     assert (drawn.bincount(minlength=10) - n / 10).abs().max() < 5 * math.sqrt(n / 10)  # image 0 is a positive, too
     assert (drawn[1:] == drawn[:-1]).double().mean().item() == pytest.approx(0.1, abs=0.04)
 
