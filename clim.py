@@ -535,8 +535,8 @@ def main(args, train=None, test=None):
         names += [f"mixed {name}" for name in names[1 : 1 + len(mixed)]]
         return common.save_views(args.show_views, views + positive_views + mixed, names, args.norm)
 
-    # Model and optimizer
-    info = common.backbone_info(args.arch, args.image_size[0], args.patch_size, args.norm)  # stored in backbone.pt
+    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that it names
+    info = common.backbone_info(args.arch, args.image_size[0], args.patch_size, args.norm) | dict(encoder="query")
     backbone = common.build_backbone(info)
     sizes = args.image_size + ([args.local_size] if args.local_crops else [])
     width = common.feature_width(backbone, *sizes)
@@ -557,7 +557,6 @@ def main(args, train=None, test=None):
     if args.selection in ("kmeans", "center"):
         derived |= dict(clusters=args.num_clusters or max(1, len(train) // 128))
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
-    info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)

@@ -288,8 +288,8 @@ def main(args, train=None, test=None):
         views = [augment(x, args, i) for i, x in enumerate(next(iter(loader))[0])]
         return common.save_views(args.show_views, views, ["query"] + ["key"] * args.num_keys, args.norm)
 
-    # Model and optimizer
-    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)  # stored in backbone.pt
+    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that it names
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm) | dict(encoder="query")
     backbone = common.build_backbone(info)
     width = common.feature_width(backbone, args.image_size)
     if args.init:
@@ -306,7 +306,6 @@ def main(args, train=None, test=None):
     derived = dict(negatives=negatives, loss_at_uniform_logits=math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
-    info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)

@@ -455,9 +455,9 @@ def main(args, train=None, test=None):
         names = ["global 1", "global 2", "local 1", "local 2"][: len(views)]
         return common.save_views(args.show_views, views, names, args.norm)
 
-    # Model and optimizers
+    # Model and optimizers. backbone.pt has `info` and the weights of the encoder that it names
     reduction = "sum" if args.variant == "paper" else "mean"  # of the terms of L_gg and L_lg (D1)
-    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)  # stored in backbone.pt
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm) | dict(encoder="query")
     backbone = common.build_backbone(info, zero_init=simsiam)
     sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
     width = common.feature_width(backbone, *sizes)
@@ -496,7 +496,6 @@ def main(args, train=None, test=None):
     state |= dict(l2l_optimizer=l2l_optimizer, previous_norm=previous_norm)
     derived |= dict(peak_lr=peak_lr, lr_of_affinity=affinity_lr if args.l2l else None, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
-    info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         if not simsiam:

@@ -512,8 +512,8 @@ def main(args, train=None, test=None):
         names = (["view 1", "view 2"] if v3 else ["query", "key"]) + ["local crop"] * args.local_crops
         return common.save_views(args.show_views, views, names, args.norm)
 
-    # Model and optimizer
-    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)  # stored in backbone.pt
+    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that it names
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm) | dict(encoder="query")
     backbone = common.build_backbone(info, zero_init=v3)
     sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
     width = common.feature_width(backbone, *sizes)
@@ -539,7 +539,6 @@ def main(args, train=None, test=None):
     derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(batch_norm_groups=1 if synchronize else groups * world, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
-    info |= dict(method=args.method, encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)

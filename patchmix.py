@@ -421,9 +421,10 @@ def main(args, train=None, test=None):
             names += [f"mixed {name}" for name in names]
         return common.save_views(args.show_views, views, names, args.norm)
 
-    # Model and optimizer
+    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that it names
     heads = dict(num_heads=args.num_heads) if args.num_heads else {}
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, "bicubic", **heads)
+    info["encoder"] = args.key_encoder
     # Drop path is for training only, so `info` does not have it
     backbone = common.build_backbone(info, drop_path_rate=args.drop_path if common.is_vit(args.arch) else None)
     sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
@@ -446,7 +447,6 @@ def main(args, train=None, test=None):
     derived = dict(loss_at_uniform_logits=weight * math.log(args.batch_size), peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(mix_slices=slices * world, batch_norm_groups=world if device.type == "cpu" else 1, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
-    info |= dict(method=args.method, encoder=args.key_encoder, dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
