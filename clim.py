@@ -85,7 +85,6 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, key")
-    add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
     add("--same-crop", action="store_true", help="share one crop between query and key (D5)")
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (Table 7, D6)")
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (Table 7)")
@@ -106,20 +105,19 @@ def parse_args(argv=None):
 
 CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
     arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], norm="cifar10",
+    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, bn_groups=8, crop_scale=[0.08, 1.0],
     blur_p=[0.0, 0.0], local_size=16, num_clusters=400,  # about as many images per cluster as on ImageNet
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
-        arch="resnet_micro", image_size=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128,
-        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, norm="patterns",
-        num_clusters=32, local_size=16,
+        arch="resnet_micro", image_size=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, local_size=16,
+        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, num_clusters=32,
     ),
     cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(CIFAR, image_size=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
+    cifar100=CIFAR,
+    stl10=dict(CIFAR, image_size=[96], patch_size=8, queue=8192, num_clusters=800, local_size=48),
     imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # not in the paper
-    imagenet=dict(knn_every=50),  # its kNN takes minutes
+    imagenet={},
     folder=dict(queue=None, num_clusters=None, bn_groups=2, momentum=[0.99, 0.99]),  # None: 1/10 of images, 1 per 128
 )  # fmt: skip
 

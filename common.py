@@ -1116,18 +1116,21 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     add = parser.add_argument_group("run").add_argument
     add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
+    add("--norm", choices=NORMS, help="dataset statistics used for normalization")
     add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialize the encoder from")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
     add("--out", type=os.path.abspath, metavar="DIR", help="folder, by default in runs/; an existing run is resumed")
     add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
     add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: never")
-    add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="evaluate by kNN every N epochs; 0: never")
+    add("--knn-every", type=nonnegative_int, metavar="N", help="evaluate by kNN every N epochs; 0: never")
     add("--show-views", metavar="FILE.png", help="write a picture of the views, and exit")
     add_shared_arguments(parser, add)
     add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
 
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
+    parser.set_defaults(norm=chosen.dataset if chosen.dataset in NORMS else "imagenet")
+    parser.set_defaults(knn_every=50 if chosen.dataset == "imagenet" else 10)  # ImageNet's kNN takes minutes
     parser.set_defaults(**recipe(chosen))  # before --help shows them
     parser.epilog = f"Defaults are for --dataset {chosen.dataset}. Pass another one with --help to see its defaults. "
     parser.epilog += "(D1), (D2), ... are listed at the end of the script."

@@ -76,7 +76,6 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, keys")
-    add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
     common.refuse(parser, args, args.num_keys == 1, ["vanilla", "lam", "lam_schedule"], "with --num-keys 1")
@@ -86,20 +85,19 @@ def parse_args(argv=None):
 
 CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0], norm="cifar10",
+    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0],
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128,
-        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, norm="patterns",
-        num_keys=3,
+        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, num_keys=3,
     ),
     cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
+    cifar100=CIFAR,
+    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192),
     # App. D: a learning rate of 0.1 for 128 images. It gives neither queue nor bn_groups: here they are ImageNet's
     imagenet100=dict(arch="resnet18", epochs=100, batch_size=128, lr=0.2),
-    imagenet=dict(knn_every=50),  # its kNN takes minutes
+    imagenet={},
     folder=dict(queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth of the images
 )  # fmt: skip
 

@@ -92,7 +92,6 @@ def parse_args(argv=None):
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 8)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area range of local crops (D7)")
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two: global views 1, 2")
-    add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
     of_moco = ["queue", "temperature", "momentum", "bn_groups"]
@@ -109,20 +108,18 @@ def parse_args(argv=None):
 
 
 CIFAR = dict(  # supplement, section 1; released: no blur; not in the paper: patch_size
-    arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=[0.08, 0.6], norm="cifar10",
-    blur_p=[0.0, 0.0],
+    arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=[0.08, 0.6], blur_p=[0.0, 0.0],
 )  # fmt: skip
 RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.12, queue=128,
         blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, milestones=[], temperature=0.2,
-        norm="patterns",
     ),
     cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
+    cifar100=CIFAR,
     stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
     imagenet100={},  # arch, local_size: supplement, section 1
-    imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # not in the paper; its kNN takes minutes
+    imagenet=dict(arch="resnet50", queue=65536),  # not in the paper
     folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth
 )  # fmt: skip
 
