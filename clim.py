@@ -83,12 +83,12 @@ def parse_args(argv=None):
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
+    add("--crop-scale", action=common.AreaRange, default=[0.2, 1.0], help="area range of RandomResizedCrop")
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, key")
     add("--same-crop", action="store_true", help="share one crop between query and key (D5)")
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (Table 7, D6)")
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (Table 7)")
-    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.14], help="area range of local crops (4.4)")
+    add("--local-scale", action=common.AreaRange, default=[0.05, 0.14], help="area range of local crops (4.4)")
 
     args = common.parse_args(parser, argv, recipe)
     args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size

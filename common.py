@@ -1052,16 +1052,23 @@ nonnegative_float = bounded("a non-negative number", float, lambda x: 0 <= x < m
 fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
 
 
-class FractionPair(argparse.Action):
-    """An argparse action for one or two numbers from 0 to 1, which are stored as two: 0.99 as [0.99, 0.99]."""
+def pair(what, nargs, is_valid):
+    """Return an `action` for argparse that stores two numbers from 0 to 1, if they are valid. what: describes them."""
 
-    def __init__(self, option_strings, dest, **kwargs):
-        super().__init__(option_strings, dest, nargs="+", type=fraction, **kwargs)
+    class Pair(argparse.Action):
+        def __init__(self, option_strings, dest, **kwargs):
+            super().__init__(option_strings, dest, nargs=nargs, type=fraction, **kwargs)
 
-    def __call__(self, parser, namespace, values, option_string=None):
-        if len(values) > 2:
-            raise argparse.ArgumentError(self, "expected one or two numbers")
-        setattr(namespace, self.dest, [values[0], values[-1]])
+        def __call__(self, parser, namespace, values, option_string=None):
+            if not is_valid(values):
+                raise argparse.ArgumentError(self, f"expected {what}")
+            setattr(namespace, self.dest, [values[0], values[-1]])
+
+    return Pair
+
+
+FractionPair = pair("one or two numbers", "+", lambda x: len(x) <= 2)  # 0.99 is stored as [0.99, 0.99]
+AreaRange = pair("two positive numbers, the smaller one first", 2, lambda x: 0 < x[0] <= x[1])
 
 
 # Arguments that may change when a run is resumed. With another number of workers the random numbers differ.
@@ -1107,9 +1114,10 @@ def add_evaluation_arguments(parser):
 def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     """Add the arguments shared by all training scripts, parse argv (if None, sys.argv), and return the arguments.
 
-    parser: has --arch, --image-size and --lr at least. recipe(args) returns the defaults, {name: value}, of the
-    chosen dataset, encoder and method. The default of --out is named after the values that are not defaults. The
-    method is the parser's prog, a script's name. vit_only: names of the arguments that only a ViT takes.
+    parser: has --arch and --image-size, and may have --bn-groups, or --local-crops with --local-size and --local-scale,
+    which are checked. recipe(args) returns the defaults, {name: value}, of the chosen dataset, encoder and method. The
+    default of --out is named after the values that are not defaults. The method is the parser's prog, a script's name.
+    vit_only: names of the arguments that only a ViT takes. Exits with an error if arguments contradict each other.
     """
     parser.usage = "%(prog)s [options]"
     parser.set_defaults(method=parser.prog.removesuffix(".py"))
@@ -1137,25 +1145,11 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     if "bn_groups" in chosen and is_vit(chosen.arch):
         parser.set_defaults(bn_groups=1)  # a ViT has no batch norm
     args = parser.parse_args(argv)
-    check_args(parser, args, vit_only)
-    if args.out is None:
-        where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
-        unnamed = ("dataset", "arch", "seed", *NOT_IN_CONFIG)
-        changed = {k: x for k, x in vars(args).items() if k not in unnamed and x != parser.get_default(k)}
-        changed = [name + format_value(value) for name, value in changed.items()]
-        args.out = run_folder([args.method, where, args.arch, f"s{args.seed}", *changed])
-    return args
 
-
-def check_args(parser, args, vit_only):
-    """Check the arguments that several scripts have. Exit with an error if they contradict each other."""
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if "." in args.arch:
         parser.error(f"--arch {args.arch}: weights are not downloaded: pass {args.arch.split('.')[0]}, and --init FILE")
-    for name, value in vars(args).items():
-        if name.endswith("_scale") and not 0 < value[0] <= value[1]:
-            parser.error(f"--{name.replace('_', '-')}: expected two positive numbers, the smaller one first")
     local_crops = getattr(args, "local_crops", 0)
     refuse(parser, args, not local_crops, ["local_size", "local_scale"], "without --local-crops")
     refuse(parser, args, not is_vit(args.arch), vit_only, "without a ViT (--arch)")
@@ -1163,8 +1157,14 @@ def check_args(parser, args, vit_only):
     refuse(parser, args, not args.init, ["init_prefix"], "without --init")
     if local_crops and (args.local_size or 0) > np.max(args.image_size):
         parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
-    if getattr(args, "min_lr", 0) > args.lr:
-        parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
+
+    if args.out is None:
+        where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
+        unnamed = ("dataset", "arch", "seed", *NOT_IN_CONFIG)
+        changed = {k: x for k, x in vars(args).items() if k not in unnamed and x != parser.get_default(k)}
+        changed = [name + format_value(value) for name, value in changed.items()]
+        args.out = run_folder([args.method, where, args.arch, f"s{args.seed}", *changed])
+    return args
 
 
 def refuse(parser, args, condition, names, why):
@@ -1224,8 +1224,9 @@ def open_run(args, train, state, derived):
 
     The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG and the images' fingerprint.
     state: {name: module, optimizer or tensor}, with a "model"; they are loaded in place. derived: further values to
-    print. With --resume, a new run starts from the state of another one, except for tensors with a row per image.
-    Raises UsageError if the run in args.out has another configuration, or if the processes differ in theirs.
+    print; what is printed also tells if args.warmup is cut, or if model.queue is long for so few images. With --resume,
+    a new run starts from the state of another one, except for tensors with a row per image. Raises UsageError if the
+    run in args.out has another configuration, or if the processes differ in theirs.
     """
     config = {k: x for k, x in vars(args).items() if k not in NOT_IN_CONFIG} | dict(images=fingerprint(train))
     config = json.loads(json.dumps(config, default=str))  # plain numbers and strings, which any checkpoint can hold

@@ -74,7 +74,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
+    add("--crop-scale", action=common.AreaRange, default=[0.2, 1.0], help="area range of RandomResizedCrop")
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, keys")
 
     args = common.parse_args(parser, argv, recipe)

@@ -89,8 +89,8 @@ def parse_args(argv=None):
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 8)")
-    add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area range of local crops (D7)")
+    add("--crop-scale", action=common.AreaRange, default=[0.4, 1.0], help="area range of global crops (Table 8)")
+    add("--local-scale", action=common.AreaRange, default=[0.08, 0.4], help="area range of local crops (D7)")
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two: global views 1, 2")
 
     args = common.parse_args(parser, argv, recipe)

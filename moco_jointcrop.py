@@ -82,9 +82,9 @@ def parse_args(argv=None):
     add("--joint-prob", type=common.fraction, default=0.5, help="probability of JointCrop in --joint either (App. F)")
     add("--beta", type=float, default=0.0, help="beta of J-Crop(beta) and J-Blur(beta), of any sign")
     add("--css-alpha", type=common.positive_float, default=1.0, help="alpha of center-suppressed crops (App. G)")
-    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
+    add("--crop-scale", action=common.AreaRange, default=[0.2, 1.0], help="area range of RandomResizedCrop")
     add("--local-size", type=common.positive_int, help="local crop size; if None, min(96, half a view)")
-    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.4], help="area range of local crops (D9)")
+    add("--local-scale", action=common.AreaRange, default=[0.05, 0.4], help="area range of local crops (D9)")
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, key")
 
     args = common.parse_args(parser, argv, recipe)
@@ -100,6 +100,8 @@ def parse_args(argv=None):
     common.refuse(parser, args, args.moco == "v3", ["queue", "bn_groups"], "with --moco v3")
     common.refuse(parser, args, args.moco != "v3", ["hidden"], "without --moco v3")
     common.refuse(parser, args, args.milestones, ["min_lr"], "with --milestones (none: a cosine)")
+    if args.min_lr > args.lr:
+        parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
     common.refuse(parser, args, args.joint == "none", ["beta"], "with --joint none")
     common.refuse(parser, args, args.joint != "either", ["joint_prob"], "without --joint either")
     one_pair = args.joint in ("none", "blur") or args.local_crops < 2

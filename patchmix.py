@@ -86,9 +86,9 @@ def parse_args(argv=None):
     add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="AdamW's: initial, final")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.fraction, nargs=2, default=[0.05, 1.0], help="area range of RandomResizedCrop")
+    add("--crop-scale", action=common.AreaRange, default=[0.05, 1.0], help="area range of RandomResizedCrop")
     add("--local-size", type=common.positive_int, help="local crop size; if None, min(96, half a view) (D6)")
-    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.35], help="area range of local crops (D6)")
+    add("--local-scale", action=common.AreaRange, default=[0.05, 0.35], help="area range of local crops (D6)")
     add("--blur-p", action=common.FractionPair, default=[1.0, 0.1], help="probability of blur, views 1 and 2")
 
     args = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
@@ -101,6 +101,8 @@ def parse_args(argv=None):
     common.refuse(parser, args, args.num_mix == 1, ["mix_slices"], "with --num-mix 1, which mixes no images")
     common.refuse(parser, args, "oto" not in terms, ["smoothing"], "without oto in --terms")
     common.refuse(parser, args, args.key_encoder == "query", ["momentum"], "with --key-encoder query")
+    if args.min_lr > args.lr:
+        parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
     if args.local_size is None:  # 96 as released, in whole patches
         args.local_size = max(args.patch_size, min(96, args.image_size // 2) // args.patch_size * args.patch_size)
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
