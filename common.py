@@ -819,12 +819,12 @@ def open_encoder(args):
 
 
 def open_evaluation_data(name, root, info, check=True, train=None, test=None):
-    """Load the images of an evaluation, (training images, test images), and log what is evaluated.
+    """Load the images of an evaluation, and log what is evaluated: (training images, test images, info).
 
     name: see `load_dataset`; if None, the dataset that the encoder was trained on. train, test: datasets to use
-    instead. info: see `backbone_info`; the dataset's name, folder and fingerprint are set. check: require labels of the
-    same classes in both, and drop the images without a label. Raises UsageError if the classes differ, or if `name` is
-    None and the images are not those that the encoder was trained on.
+    instead. info: see `backbone_info`; returned with the dataset's name, folder and fingerprint. check: require labels
+    of the same classes in both, and drop the images without a label. Raises UsageError if the classes differ, or if
+    `name` is None and the images are not those that the encoder was trained on.
     """
     own = name is None and train is None
     if own:
@@ -837,7 +837,6 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     images = fingerprint(train)
     if own and images != info["images"]:
         raise UsageError(f"the encoder was trained on other images; to use these, pass --dataset {name} --data-dir DIR")
-    info |= dict(dataset=name, data_dir=root, images=images)
     if check:
         if problem := compare_classes(train, test or []):
             raise UsageError(problem)
@@ -845,7 +844,7 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     names = "encoder", "arch", "method", "image_size", "interpolation", "mean", "std"
     log_values("features", {name: info[name] for name in names})
     log(f"{'images':10}train: {describe(train)}; test: {describe(test or [])}")
-    return train, test
+    return train, test, info | dict(dataset=name, data_dir=root, images=images)
 
 
 def baselines(info, seed, images):

@@ -48,7 +48,7 @@ def main(args, train=None, test=None):
     """
     device, *_ = common.init_distributed(args.device)
     encoder, info = common.open_encoder(args)
-    train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
+    train, test, info = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device))
     if args.dump:
         arrays = dict(classes=np.array(getattr(train, "classes", []), str), protocol=json.dumps(info))

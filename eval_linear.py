@@ -186,13 +186,13 @@ def complete(args, info):
 
 
 def open_data(args, info, train=None, test=None):
-    """Load the images: (training images, those that choose the strength for L-BFGS or None, test images).
+    """Load the images: (training images, those that choose the strength for L-BFGS or None, test images, info).
 
     train, test: a caller's own datasets, which are used instead. If the folder has val/ and a test/ with classes,
     L-BFGS is evaluated on test/, and val/ chooses. With few labels (--label-fraction, --label-files) val/ is not used.
     """
     may_choose = args.solver == "lbfgs" and test is None
-    train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
+    train, test, info = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
     root, val = info["data_dir"], None
     folders = {path.name for path in Path(root).iterdir()} if may_choose and root else set()
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
@@ -207,11 +207,11 @@ def open_data(args, info, train=None, test=None):
     elif args.label_fraction not in (None, 1):
         rows = balanced_share(train.targets, args.label_fraction, args.seed)
     else:
-        return train, val, test
+        return train, val, test, info
     chosen = common.Subset(train, rows.tolist())
     counts = torch.tensor(chosen.targets).bincount(minlength=len(train.classes))
     common.log(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} per class")
-    return chosen, None, test
+    return chosen, None, test, info
 
 
 def balanced_share(labels, fraction, seed):
@@ -610,7 +610,7 @@ def main(args, train=None, test=None):
     try:
         with torch.inference_mode(False), torch.random.fork_rng([device] if device.type == "cuda" else []):
             encoder, info = common.open_encoder(args)
-            train, val, test = open_data(args, info, train, test)
+            train, val, test, info = open_data(args, info, train, test)
             args = complete(args, info)
             if args.protocol == "probe":
                 return evaluate_features(args, device, encoder, info, train, val, test)
