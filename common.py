@@ -1287,9 +1287,10 @@ def load_run(path, args, config, state):
 def save_run(out, config, info, state, records, keep_every=0):
     """Write backbone.pt, metrics.jsonl and, with all that is needed to resume, last.pt to a run's folder.
 
-    config: from `open_run`. info: from `backbone_info`, and the encoder that is evaluated, "query" or "momentum"; if
-    None, there is no backbone.pt. state: see `open_run`. records: a dict per epoch. keep_every: keep a copy of last.pt
-    every so many epochs. Raises FloatingPointError, and writes nothing, if a tensor of the state is not finite.
+    config: from `open_run`. info: from `backbone_info`, and the encoder that is evaluated, "query" (model.backbone) or
+    "momentum" (model.momentum_backbone); None: no backbone.pt. state: see `open_run`. records: a dict per epoch.
+    keep_every: keep a copy of last.pt every so many epochs. Raises FloatingPointError, and writes nothing, if a tensor
+    of the state is not finite.
     """
     state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in state.items()}
     if bad := [name for name, x in tensors_by_name(state).items() if not x.isfinite().all()]:
