@@ -499,9 +499,9 @@ def main(args, train=None, test=None):
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups or 1, "--bn-groups")  # per process
     released = args.variant == "released"
-    options = dict(beta=args.beta, offset=0.1 if released else 0.0, css_alpha=args.css_alpha, whole=released)  # D1, D2
-    crop = JointCrop(args.image_size, args.crop_scale, **options)
-    local_crop = JointCrop(args.local_size, args.local_scale, **options)
+    sampling = dict(beta=args.beta, offset=0.1 if released else 0.0, css_alpha=args.css_alpha, whole=released)  # D1, D2
+    crop = JointCrop(args.image_size, args.crop_scale, **sampling)
+    local_crop = JointCrop(args.local_size, args.local_scale, **sampling)
     images = JointViews(train, crop, local_crop, args.local_crops, args.joint, args.joint_pair, args.joint_prob)
     sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
     options = common.loader_options(args.workers, device)
