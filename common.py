@@ -1139,10 +1139,10 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     parser.set_defaults(norm=chosen.dataset if chosen.dataset in NORMS else "imagenet")
     parser.set_defaults(knn_every=50 if chosen.dataset == "imagenet" else 10)  # ImageNet's kNN takes minutes
     parser.set_defaults(**recipe(chosen))  # before --help shows them
-    parser.epilog = f"Defaults are for --dataset {chosen.dataset}. Pass another one with --help to see its defaults. "
-    parser.epilog += "(D1), (D2), ... are listed at the end of the script."
     if "bn_groups" in chosen and is_vit(chosen.arch):
         parser.set_defaults(bn_groups=1)  # a ViT has no batch norm
+    parser.epilog = f"Defaults are for --dataset {chosen.dataset}. Pass another one with --help to see its defaults. "
+    parser.epilog += "(D1), (D2), ... are listed at the end of the script."
     args = parser.parse_args(argv)
 
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
