@@ -77,6 +77,13 @@ def module(method):
     return MODULES[method]
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A test's own folder, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 

@@ -196,16 +196,15 @@ def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, cap
     assert epochs_of(tmp_path / "new") == 3
 
 
-def test_images_may_move_but_not_change(tmp_path, monkeypatch, capsys):
+def test_images_may_move_but_not_change(here, capsys):
     """A moved folder is the same data. Another of its name has the same --out, and is refused, as other flags are."""
-    monkeypatch.chdir(tmp_path)
     for root in ("one", "two"):
-        tiny.write_tree(tmp_path / root / "data", ["train/a", "train/b"], 12, (16, 16))
+        tiny.write_tree(here / root / "data", ["train/a", "train/b"], 12, (16, 16))
     os.rename("two/data/train/b/0.png", "two/data/train/b/12.png")
     words = [*FLAGS, "--patch-size", 8, "--dataset", "folder", "--data-dir"]
     assert life("jcl", [*words, "one/data"], "step 2")[0] == 130
     os.rename("one/data", "moved")
-    (out,) = (tmp_path / "runs").iterdir()
+    (out,) = (here / "runs").iterdir()
     assert life("jcl", [*words, "moved", "--out", out])[0] == 0 and epochs_of(out) == 2
     before, resume, epochs = contents(out), ["--resume", out / "last.pt"], ["--out", out, "--epochs", 24]
     for more, changed in ([], "images was"), (resume, "images was"), (epochs, "epochs was 2, is 24"):

@@ -108,16 +108,15 @@ def test_two_processes_evaluate_as_one(places, tmp_path):
 
 
 @pytest.mark.parametrize("script, flags", [(eval_knn, ""), (eval_linear, "--finetune --epochs 1 --batch-size 12")])
-def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, tmp_path, monkeypatch):
+def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, here):
     """Its random numbers and inference_mode stay, also if the evaluation fails because an image cannot be read."""
-    monkeypatch.chdir(tmp_path)  # for runs/
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     torch.manual_seed(1), np.random.seed(2), random.seed(3)
     before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
     with torch.inference_mode():
         assert run(script, places["VIT"], *flags.split(), **own)["encoder"]
         assert torch.is_inference_mode_enabled()
-    own["train"].samples[5] = (str(tmp_path / "none.png"), 0)
+    own["train"].samples[5] = (str(here / "none.png"), 0)
     with pytest.raises(OSError, match="none.png"):
         run(script, places["VIT"], *flags.split(), "--seed", 1, **own)  # another run
     after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]

@@ -240,9 +240,8 @@ def test_folders_that_are_not_laid_out_as_a_data_set_are_errors(tmp_path, name, 
 
 
 @pytest.fixture
-def asked(monkeypatch, tmp_path):
+def asked(monkeypatch, here):
     """Replace torchvision's datasets, which download. Return a list of the arguments of the calls that succeed."""
-    monkeypatch.chdir(tmp_path)
     asked = []
 
     def fake(root, download=False, **split):

@@ -60,16 +60,15 @@ MISTAKES = [  # scripts, flags, what the line has to name
 
 
 @pytest.fixture
-def place(begun, tmp_path, monkeypatch):
+def place(begun, here):
     """A working folder with good and bad things in it."""
     for folder in ("busy", "encoder"):
-        (tmp_path / folder).mkdir()
+        (here / folder).mkdir()
     for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp", "encoder/backbone.pt"):
-        (tmp_path / name).write_text("neither a checkpoint nor an image")
-    write_tree(tmp_path / "images", ["train/a"])
-    (tmp_path / "begun").symlink_to(begun("jcl"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (here / name).write_text("neither a checkpoint nor an image")
+    write_tree(here / "images", ["train/a"])
+    (here / "begun").symlink_to(begun("jcl"))
+    return here
 
 
 @pytest.mark.parametrize("script, flags, name", [(s, *row) for scripts, *row in MISTAKES for s in scripts])

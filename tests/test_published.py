@@ -149,12 +149,11 @@ class Hostile:  # when it is unpickled, a file is written
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_hostile_pickle_is_not_run(tmp_path, monkeypatch, zipped):
-    monkeypatch.chdir(tmp_path)
+def test_a_hostile_pickle_is_not_run(here, zipped):
     torch.save({"state_dict": Hostile()}, "backbone.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(common.UsageError, match="objects of .*open"):
         common.load_checkpoint("backbone.pt")
-    assert [path.name for path in tmp_path.iterdir()] == ["backbone.pt"]
+    assert [path.name for path in here.iterdir()] == ["backbone.pt"]
 
 
 @pytest.mark.parametrize("script, flags", slow_but([SCRIPTS[0]], SCRIPTS))

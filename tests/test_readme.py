@@ -46,14 +46,13 @@ def test_links(page):
             assert not anchor or anchor in anchors(file.read_text()), target
 
 
-def test_commands(monkeypatch, tmp_path):
+def test_commands(here):
     """Every command line of a script, from its name on, in blocks and in the text."""
     text = "\n".join(PAGES.values()).replace("\\\n", " ")
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
     blocks = "\n".join(re.findall(r"```bash[^\n]*\n(.*?)```", text, re.S)).splitlines()
     commands = {command.strip() for line in inline + blocks for command in COMMAND.findall(line)}
     assert {line.split(".py")[0] for line in commands} == set(SCRIPTS)
-    monkeypatch.chdir(tmp_path)
     for line in sorted(commands):
         script, *words = shlex.split(line)
         if words and "--help" not in words:  # a name alone is no command
@@ -61,9 +60,8 @@ def test_commands(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("code", OTHERS, ids=range(len(OTHERS)))
-def test_blocks_of_python_run(code, _tiny, tmp_path, monkeypatch):
+def test_blocks_of_python_run(code, _tiny, here):
     """The runs that a block reads are there."""
-    monkeypatch.chdir(tmp_path)
     if "matplotlib" in code:
         pytest.importorskip("matplotlib").use("Agg")
     for out in set(re.findall(r"runs/[\w.-]+", code)) - set(re.findall(r"--out (\S+?)\"", code)):
@@ -89,10 +87,9 @@ def test_a_users_own_loop():
 
 
 @pytest.mark.parametrize("arch", ["vit_micro", "resnet18", "resnet_mini"])
-def test_weights_elsewhere(arch, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_weights_elsewhere(arch, here):
     info, x = common.backbone_info(arch, 32, 4) | dict(method="m", encoder="query"), torch.rand(2, 3, 32, 32)
-    made = save_encoder(tmp_path / "runs/jcl-patterns-resnet_micro-s0-epochs20", info)
+    made = save_encoder(here / "runs/jcl-patterns-resnet_micro-s0-epochs20", info)
     with torch.no_grad():
         assert torch.equal(run_block(WEIGHTS)["backbone"](x), made(x))
 
