@@ -241,12 +241,3 @@ def test_the_picture_of_the_views(tmp_path):
     assert tiles.shape == (3, 2, 12, 96, 96)
     assert torch.equal(tiles[:, 0, :, ::2, ::2], x[:12].transpose(0, 1))
     assert torch.equal(tiles[:, 1, :, ::4, ::4], x[:, :, :24, :24].flip(0)[:12].transpose(0, 1))
-
-
-def test_views_are_bytes_in_the_order_of_the_transforms():
-    image = Same.image.crop((0, 0, 5, 4))
-    turn, both = (lambda x: x.rotate(180)), (lambda x: [x, x.crop((0, 0, 2, 2))])
-    views, label = common.Views([(image, 7)], [turn, both, turn])[0]
-    x = TF.pil_to_tensor(image)
-    assert label == 7 and all(view.is_contiguous() and view.dtype == torch.uint8 for view in views)
-    torch.testing.assert_close(views, [x.flip(1, 2), x, x[:, :2, :2], x.flip(1, 2)], rtol=0, atol=0)

@@ -64,7 +64,8 @@ def test_images_of_ones_own_of_any_mode_become_rgb_before_they_are_resized(mode)
         joint, _ = moco_jointcrop.JointViews([(own, 0)], moco_jointcrop.JointCrop(20), None)[0]
         features = common.extract_features(torch.nn.Flatten(), [(own, 0)], INFO, torch.device("cpu"))
         found.append([*views, *joint, features])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    assert {view.dtype for view in (*views, *joint)} == {torch.uint8}
+    assert all(torch.equal(one, two) and one.is_contiguous() for one, two in zip(*found, strict=True))
 
 
 def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
