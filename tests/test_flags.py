@@ -103,8 +103,7 @@ FORM = dict(clim="--clim-start 0 --num-clusters 4", patchmix="--patch-size 4")  
 OTHER = dict(  # what to change a value to, where half the value, or one more, would not fit, or act later
     arch="resnet_mini", selection="kmeans", alpha=0.1, num_clusters=2, knn_k=2, num_positives=2, clim_start=1,
     refresh_every=1, image_size=24, batch_size=8, patch_size=2, bn_groups=4, local_size=8, min_lr=1e-5, milestones=0.5,
-    terms="mto,mtm", num_heads=4, drop_path=0.5, epochs=2, mix_slices=2, num_mix=3, mixed_view=2, affinity_lr=0.5,
-    layers=4, warmup=0,
+    terms="mto,mtm", num_heads=4, drop_path=0.5, affinity_lr=0.5, warmup=0,
 )  # fmt: skip
 NEEDS = {  # flags that act with others only, or in the second epoch
     "patch_size": "--arch vit_micro", "local_size": "--local-crops 2 --local-size 12", "local_scale": "--local-crops 2",
@@ -124,8 +123,6 @@ def another(method, name, value):
         return [flag.replace("--", "--no-", 1) if value else flag]
     if name in OTHER:
         return [flag, str(OTHER[name])]
-    if name == "local_crops":
-        return [flag, str(2 - value)]
     if choices:
         return [flag, next(str(x) for x in choices if x != value)]
     numbers = value if isinstance(value, list) else [value]
