@@ -36,7 +36,6 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--out notes.txt", "notes.txt"),
     (["moco_jointcrop"], "--moco v3", "ViT"),
     (["moco_jointcrop"], "--variant released --joint blur", "--variant released"),
-    (["moco_jointcrop"], "--variant released --joint none", "--variant released"),
     (["moco_jointcrop"], "--joint blur --blur-p 0.5 0", "--blur-p"),
     (["clim"], "--clim-start 2", "--clim-start"),
     (["clim"], "--image-size 24 12", "images of 12 px"),
