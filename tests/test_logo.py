@@ -129,7 +129,6 @@ RUNS = [
     "--base moco --pairs all",
     "--base simsiam --lam 0.5",
     "--base simsiam --l2l-weighting clip --clip-ratio 0.3 --affinity-lr 0.03",
-    "--base moco --clip-ratio 1e6",  # never clipped
     "--base moco --local-crops 0",
     "--base simsiam --variant paper --lam 0.5",
     "--base simsiam --pairs all",
