@@ -35,7 +35,6 @@ def mix_by_loops(images, num_mix, p, k):
 @pytest.mark.parametrize("n, num_mix, size, patch", [
     (4, 3, (8, 8), 2),  # 16 patches: one is left over; N is no multiple of M
     (7, 3, (8, 12), 4),  # not square
-    (3, 3, (8, 8), 4),  # N < 2M - 1, and four patches
     (2, 4, (6, 6), 2),  # N < M: an image meets itself again
     (4, 9, (6, 6), 2),  # M = T
     (3, 1, (8, 8), 2),
