@@ -222,7 +222,7 @@ def test_forward_is_eq6(keys, sizes, local_crops):
     crops, shares = random_views(local_crops, 8, size=8), [0.7, 0.9, 0.4][: 1 + local_crops]
     model([query, *crops], shares, key_views)  # statistics of some batch
     model.eval()  # so that an embedding is a function of its image
-    loss, enqueued, q, metrics = model([query, *crops], shares, key_views)
+    loss, enqueued, q, _ = model([query, *crops], shares, key_views)
 
     def resized(x, i):
         x = x if sizes[i] == 16 else F.interpolate(x, (sizes[i],) * 2, mode="bilinear", antialias=True)
@@ -235,7 +235,6 @@ def test_forward_is_eq6(keys, sizes, local_crops):
     expected = sum(eq4(*vectors, model.queue.keys, 0.2, [share] * 8) for *vectors, share in terms)
     assert_same(loss, expected, *model.projector.parameters())
     torch.testing.assert_close((q, enqueued), (queries[0], key_pairs[0][0]))  # both at the largest size
-    assert metrics["loss"] == loss and not (q.requires_grad or enqueued.requires_grad)
 
 
 def test_mix_queries():

@@ -38,7 +38,6 @@ def test_forward_is_eq8_or_eq3(flags):
     expected = sum(losses) / 3 if flags else eq8(query, keys.transpose(0, 1), queue, tau, 4.0)
     assert_same(loss, expected, *model.projector.parameters())
     torch.testing.assert_close(torch.cat([query[None], keys]).norm(dim=2), torch.ones(4, 8, dtype=torch.float64))
-    assert not (q.requires_grad or mean_keys.requires_grad)
     found = q, mean_keys, metrics["key_variance"]
     torch.testing.assert_close(found, (query, keys.mean(0), keys.var(0, correction=0).mean()))
 

@@ -114,12 +114,11 @@ def test_total_is_eq_16(double, terms, local_crops):
     flags = f"--num-mix 3 --mix-slices 2 --temperature 0.3 --terms {terms} --term-weights 1 2 0.5"
     model, views = make_model(flags), random_views(2, 12) + random_views(local_crops, 12, size=8)
     torch.manual_seed(0)
-    loss, q, metrics = model(views)
+    loss, _, metrics = model(views)
     torch.manual_seed(0)
     expected = terms_by_loops(model, views, terms.split(","))
     total = sum(dict(mto=2, mtm=0.5).get(term, 1) * value for term, value in expected.items())
     torch.testing.assert_close(metrics, dict(loss=total) | {f"loss_{term}": value for term, value in expected.items()})
-    assert metrics["loss"] == loss and not q.requires_grad
     assert_same(loss, total, *[p for p in model.parameters() if p.requires_grad])
 
 
