@@ -3,6 +3,7 @@
 import gc
 import importlib
 import multiprocessing
+import random
 import sys
 from pathlib import Path
 from unittest import mock
@@ -63,6 +64,7 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     torch.set_num_threads(1)  # a test may have changed it
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)  # a test draws the same numbers, whatever ran before it
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     before = set(multiprocessing.active_children())

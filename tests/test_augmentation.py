@@ -43,7 +43,6 @@ def changes(monkeypatch):
 
 def test_jitter_is_torchvisions_by_each_images_factors(changes):
     """In many orders, and in batches of one or two images. Also of gray, black, white and pure colors."""
-    torch.manual_seed(0)
     for n in [1, 2, 24] * 12:
         x = noise(n, seed=n)
         x[4:8], x[8:16] = x[4:8, :1].clone(), x[8:16].round()
@@ -79,7 +78,6 @@ def test_an_image_is_drawn_with_probability_p(name):
     """It is changed as by torchvision. The others keep all their bits. Two operations draw different images."""
     (operation, theirs), n, x = OPERATIONS[name], 4000, noise(4000, 4, 4)
     before, found = x.clone(), []
-    torch.manual_seed(0)
     for p in (0.0, 0.2, 1.0, 0.5, 0.5):
         y = operation(x, p)
         drawn = (y != x).flatten(1).any(1)
@@ -94,7 +92,6 @@ def test_an_image_is_drawn_with_probability_p(name):
 
 
 def test_factors_of_a_jitter_are_uniform_and_independent(changes):
-    torch.manual_seed(0)
     common.color_jitter(noise(4000, 2, 2), 0.4, 0.3, 1.5, 0.1, p=0.8)
     ranges = dict(brightness=(0.6, 1.4), contrast=(0.7, 1.3), saturation=(0, 2.5), hue=(-0.1, 0.1))
     for name, factors in changes:
@@ -104,7 +101,6 @@ def test_factors_of_a_jitter_are_uniform_and_independent(changes):
 
 
 def test_all_orders_of_a_jitter_are_equally_likely(changes, n=2400):
-    torch.manual_seed(0)
     for _ in range(n):
         common.color_jitter(torch.zeros(0, 3, 1, 1), 0.4, 0.4, 0.4, 0.1)
     orders = [tuple(name for name, _ in changes[i : i + 4]) for i in range(0, 4 * n, 4)]
@@ -116,7 +112,6 @@ def test_sigmas_of_a_blur_are_uniform(n=4000):
     """Of a bright point only its share of the light remains, which tells sigma."""
     x = torch.zeros(n, 3, 17, 17)
     x[:, :, 8, 8] = 1
-    torch.manual_seed(0)
     ours, theirs = (common.gaussian_blur(x, sigma)[:, 0, 8, 8] for sigma in ((0.5, 2.0), 0.5 + 1.5 * torch.rand(n)))
     assert ks(ours, theirs) < 2
 

@@ -207,7 +207,6 @@ def test_positives_are_drawn_uniformly_and_anew_each_time():
 
 
 def model_of(sizes=(16,)):
-    torch.manual_seed(0)
     layers = nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
     model = clim.CLIM(nn.Sequential(*layers), 16, sizes, dim=8, queue=16).double()
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
@@ -239,7 +238,6 @@ def test_forward_is_eq6(keys, sizes, local_crops):
 
 def test_mix_queries():
     """Query and local crop have a box each, the same in all images. A share is what is left. Without partners: none."""
-    torch.manual_seed(0)
     views = random_views(4, 8)
     queries, partners = views[:2], views[2:]
     mixed, shares = clim.mix_queries(queries, partners, 2.0)
@@ -255,7 +253,6 @@ def test_mix_queries():
 def test_each_share_is_drawn_from_beta(monkeypatch):
     shares = []
     monkeypatch.setattr(clim, "cutmix", lambda x, partner, lam: (x, shares.append(lam)))
-    torch.manual_seed(0)
     for _ in range(150):
         clim.mix_queries([None] * 2, [None] * 2, 0.5)
     assert len({*shares}) == 300

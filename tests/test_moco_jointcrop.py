@@ -216,7 +216,6 @@ def test_center_suppressed_positions(crops_are_boxes):
         room = 224 - box[:, 2:]
         share = (box[:, :2] / np.maximum(room, 1))[room > 20]
         assert ((share < 0.1) | (share > 0.9)).mean() > 0.7  # the edges
-    torch.manual_seed(0)
     positions = np.array([moco.center_suppressed(10**6, 0.5) for _ in range(2000)])
     assert ks(2 / math.pi * np.arcsin(np.sqrt(positions / 10**6))) < 2  # the distribution function of Beta(0.5, 0.5)
     assert {0, 3} <= {moco.center_suppressed(3, 0.01) for _ in range(200)} <= {0, 1, 2, 3}

@@ -384,7 +384,6 @@ def test_another_evaluation_is_refused(places, tmp_path, capsys):
 
 def test_augmentation_of_training_images():
     """--pad: a flipped crop of the padded image. Else an area of it. RandAugment changes it further."""
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
     image, info = gradient(16, 16), dict(image_size=16, interpolation="bicubic", mean=(0.5, 0.5, 0.5))
 
     def made(count, pad=3, randaug=0):
