@@ -76,7 +76,6 @@ def test_knn_of_a_checkpoint_and_its_baselines(places):
         for k in (1, 3, 500):  # 42 images vote, not 500
             predicted = slow_knn(train[which], train[3], test[which], k, 0.07, 3).argmax(1)
             assert results[name][f"knn{k}_top1"] == pytest.approx(100 * (predicted == test[3]).double().mean().item())
-        assert 40 < results[name]["knn3_top1"] < 100
     assert run(eval_knn, *flags, "--no-baselines") == {"encoder": results["encoder"]}
 
 
@@ -264,5 +263,4 @@ def test_scores_against_a_loop():
     expected = dict(linear_top1=100 * top1.mean(), linear_top5=100 * top5.mean())
     expected["linear_per_class"] = 100 * np.mean([top1[labels == c].mean() for c in (0, 1, 2, 3, 4, 6)])
     assert eval_linear.scores(logits, labels, 8) == pytest.approx(expected)
-    assert expected["linear_top1"] < expected["linear_top5"] != 100
     assert "linear_top5" not in eval_linear.scores(logits[:, :5], labels % 5, 5)

@@ -221,7 +221,6 @@ def test_jointcrop_areas_and_boxes(name, monkeypatch):
         aspects, positions = (iter(draw[2:12]), iter(draw[14:24])), (iter(draw[12:14]), iter(draw[24:]))
         crop(Image.new("L", (width, height)))
     same(torch.tensor(found).view(boxes.shape), boxes, bound=0)
-    assert (boxes[:, :, 2:] == sizes[:, None]).all(2).any()  # ten tries failed
 
 
 @pytest.mark.slow
