@@ -48,7 +48,6 @@ def test_crops_on_imagenet(module, flags, small, of_large, of_small, monkeypatch
     ("moco_jointcrop", "imagenet --arch vit_small --image-size 16", 16),
     ("patchmix", "stl10 --image-size 90", 42),
     ("clim", "cifar10", 16),
-    ("logo", "cifar10", 32),  # as the views, in the supplement (D13)
 ])  # fmt: skip
 def test_size_of_a_local_crop(module, flags, size):
     assert values(module, f"--local-crops 2 --dataset {flags}", "local_size") == [size]
