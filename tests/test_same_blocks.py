@@ -115,11 +115,9 @@ def test_common_trains_nothing():
 def test_every_trained_parameter_is_in_one_group_of_its_optimizer(method, module, variant):
     """LoGo trains an affinity, too. Of two groups the first, without weight decay, has all that has one dimension."""
     state = state_of(module, f"{variant} --batch-size 16")
-    pairs = [(state["model"], state["optimizer"])]
-    if method == "logo":
-        pairs += [(state["affinity"], state["affinity_optimizer"])]
-    for model, optimizer in pairs:
-        groups = [group["params"] for group in optimizer.param_groups]
-        trained, grouped = {p for p in model.parameters() if p.requires_grad}, sum(groups, [])
+    optimizers = dict(model="optimizer", affinity="affinity_optimizer")
+    for part in state.keys() & optimizers.keys():
+        groups = [group["params"] for group in state[optimizers[part]].param_groups]
+        trained, grouped = {p for p in state[part].parameters() if p.requires_grad}, sum(groups, [])
         assert len(set(grouped)) == len(grouped) and trained and trained <= {*grouped}
         assert len(groups) == 1 or [{p.dim() > 1 for p in group} for group in groups] == [{False}, {True}]
