@@ -154,8 +154,7 @@ def test_every_flag_acts(method, module, name):
 REFUSED = {  # what a flag, the last one, has no effect with
     "moco_jointcrop": ["--moco v3 --queue 9", "--moco v3 --bn-groups 4", "--milestones 0.5 --min-lr 1e-5",
                        "--joint none --beta 1", "--joint blur --local-crops 2 --joint-pair local",
-                       "--joint-pair local", "--joint-prob 0.1", "--moco v1 --hidden 9", "--local-size 12",
-                       "--local-scale 0.1 0.2"],
+                       "--joint-pair local", "--joint-prob 0.1", "--moco v1 --hidden 9", "--local-size 12"],
     "jcl": ["--num-keys 1 --lam 1", "--vanilla --lam 1", "--vanilla --lam-schedule ramp",
             "--arch vit_micro --bn-groups 4"],
     "clim": ["--selection none --mix none", "--selection none --num-positives 3", "--selection none --refresh-every 3",
