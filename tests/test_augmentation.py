@@ -176,10 +176,9 @@ class Same(Blank):
 
 
 def draws_of(method, out, *flags, rank=0):
-    """Train for two epochs of two steps, as one of two processes. Return what `augment` gets and draws, call by call.
+    """Train for two epochs of two steps, as one of two processes. Return what each call of `augment` gets and draws.
 
-    That is a list of (images' numbers, crops, colors, sigmas), the latter as bytes per image. The colors are those of
-    one image each time, always jittered.
+    It is [images' numbers, crops, colors, sigmas], the latter as bytes per image; colors of one image, all jittered.
     """
     module, made, views = MODULES[method], [], []
     augment, jitter, x = module.augment, common.color_jitter, (noise(1, 16, 16) * 256).byte()

@@ -64,7 +64,6 @@ def test_a_log_that_cannot_be_written_does_not_end_a_training(error, tmp_path, m
 
 
 def elsewhere(folder, argv):
-    """Run jcl.py in a folder."""
     os.chdir(folder)
     tiny.play("jcl", argv)
 

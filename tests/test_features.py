@@ -15,7 +15,6 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_evaluation_crop_is_resize_then_center_crop(interpolation):
-    """An image of the right size is left as it is."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 120, 3), dtype=np.uint8))
     small = image.crop((5, 5, 33, 33))
     resized = image.resize((48, 32), Image.Resampling[interpolation.upper()])  # 32 = 28 * 256 // 224
@@ -126,7 +125,6 @@ def test_embedding_health():
 
 
 def test_an_encoder_that_does_not_fit_is_refused(capsys):
-    """It takes other images, or returns no (n, width)."""
     two = nn.Identity()
     two.forward = lambda x: (x, x)
     for encoder, words in ((nn.Linear(9, 9), "16 px"), (nn.Identity(), "1, 3, 16, 16"), (two, "tuple")):

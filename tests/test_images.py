@@ -157,7 +157,6 @@ def test_names_are_in_one_array(tmp_path):
 
 
 def test_images_without_labels(tmp_path):
-    """A tree of images, or train/ without folders of classes."""
     tree, flat = write_tree(tmp_path / "tree", ["x", "y/z"]), write_tree(tmp_path / "flat", ["train"])
     for root, count in (tree, 6), (flat, 3):
         images = common.load_dataset("folder", root)
@@ -167,7 +166,6 @@ def test_images_without_labels(tmp_path):
 
 @pytest.mark.parametrize("parts", ["", "train/a train/b", "train/a train/b val", "train/a train/b val/a val/c"])
 def test_there_is_no_knn_without_test_images_of_the_same_classes(parts, tmp_path, capsys):
-    """A line says so. For an evaluation it is an error."""
     root = write_tree(tmp_path, parts.split() or ["x", "y"])
     assert common.open_data("folder", root)[1] is None
     assert "no kNN during training" in capsys.readouterr().out

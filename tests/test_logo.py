@@ -49,7 +49,6 @@ def test_affinity_loss(form, noisy):
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_simsiams_projector(layers):
-    """As many layers as asked for. The last one has no ReLU, and its batch norm no parameters."""
     projector = state_of(logo, f"--base simsiam --layers {layers}")["model"].projector
     assert [type(m) for m in projector] == ([nn.Linear, nn.BatchNorm1d, nn.ReLU] * layers)[:-1]
     assert not list(projector[-1].parameters())

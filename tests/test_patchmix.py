@@ -180,7 +180,6 @@ def test_encoders_are_table_8():
 
 
 def test_heads_are_table_9():
-    """Widths, and what follows each linear layer; the last batch norm has no parameters."""
     model = state_of(patchmix, f"{TINY} --hidden 24")["model"]
     for head, widths in ((model.projector, [64, 24, 24, 8]), (model.predictor, [8, 24, 8])):
         assert [type(m).__name__ for m in head] == (["Linear", "BatchNorm1d", "ReLU"] * (len(widths) - 1))[:-1]

@@ -22,7 +22,6 @@ for text in SOURCES.values():
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_shared_blocks_are_the_same(name):
-    """Byte for byte, in all files that have a block of this name."""
     assert len(BLOCKS) > 3 and len(BLOCKS[name]) > 1 and len(set(BLOCKS[name])) == 1
 
 
