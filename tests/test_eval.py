@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import Pictures, generator
 from PIL import Image
 from test_features import slow_knn
-from tiny import load, play, refused, save_encoder, succeed
+from tiny import evaluate, load, play, refused, save_encoder, succeed
 from torchvision.datasets import ImageFolder
 
 import common
@@ -20,10 +20,6 @@ import eval_knn
 import eval_linear
 
 CLASSES, EACH, TEST = "abc", 14, 6
-
-
-def run(script, *flags, **own):
-    return script.main(script.parse_args([*map(str, flags), "--device", "cpu"]), **own)
 
 
 def seeded(function, *args, **options):
@@ -70,18 +66,18 @@ def parts(places, *names, seed=0):
 
 def test_knn_of_a_checkpoint_and_its_baselines(places):
     flags = [places["VIT"], "--k", 1, 3, 500]
-    results, (train, test) = run(eval_knn, *flags), parts(places, "train", "val")
+    results, (train, test) = evaluate(eval_knn, *flags), parts(places, "train", "val")
     assert list(results) == ["encoder", "raw pixels", "untrained"]
     for which, name in enumerate(results):
         for k in (1, 3, 500):  # 42 images vote, not 500
             predicted = slow_knn(train[which], train[3], test[which], k, 0.07, 3).argmax(1)
             assert results[name][f"knn{k}_top1"] == pytest.approx(100 * (predicted == test[3]).double().mean().item())
-    assert run(eval_knn, *flags, "--no-baselines") == {"encoder": results["encoder"]}
+    assert evaluate(eval_knn, *flags, "--no-baselines") == {"encoder": results["encoder"]}
 
 
 def test_linear_probe_of_a_checkpoint_and_its_baselines(places, capsys):
     flags = ["--epochs", 5, "--lrs", 0.01, 0.1, 1, "--holdout", 0.5, "--seed", 4]
-    results = run(eval_linear, places["VIT"] / "backbone.pt", *flags)
+    results = evaluate(eval_linear, places["VIT"] / "backbone.pt", *flags)
     assert list(results) == ["encoder", "raw pixels", "untrained"]
     out = capsys.readouterr().out
     said = [line for line in out.splitlines() if "held out" in line]
@@ -113,11 +109,11 @@ def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, here):
     torch.manual_seed(1), np.random.seed(2), random.seed(3)
     before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
     with torch.inference_mode():
-        assert run(script, places["VIT"], *flags.split(), **own)["encoder"]
+        assert evaluate(script, places["VIT"], *flags.split(), **own)["encoder"]
         assert torch.is_inference_mode_enabled()
     own["train"].samples[5] = (str(here / "none.png"), 0)
     with pytest.raises(OSError, match="none.png"):
-        run(script, places["VIT"], *flags.split(), "--seed", 1, **own)  # another run
+        evaluate(script, places["VIT"], *flags.split(), "--seed", 1, **own)  # another run
     after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
     assert all(map(np.array_equal, before, after))
 
@@ -128,20 +124,20 @@ def test_own_data_give_the_scores_of_the_same_folder(script, flags, places):
     own = dict(train=pictures(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     for images in own.values():
         images.array, images.targets = np.concatenate([images.array, images.array[:5]]), [*images.targets, *[-1] * 5]
-    assert run(script, places["VIT"], *flags, **own) == run(script, places["VIT"], *flags)
+    assert evaluate(script, places["VIT"], *flags, **own) == evaluate(script, places["VIT"], *flags)
 
 
 def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, capsys):
     """Unless a dataset is given. The folder may move. A backbone that does not name its images needs one."""
-    expected, data = run(eval_knn, places["VIT"], "--k", 3), shutil.copytree(places["DATA"], tmp_path / "data")
+    expected, data = evaluate(eval_knn, places["VIT"], "--k", 3), shutil.copytree(places["DATA"], tmp_path / "data")
     flags, state = ["--k", 3, "--data-dir", data], load(places["VIT"] / "backbone.pt")
-    assert run(eval_knn, places["VIT"], *flags) == expected
+    assert evaluate(eval_knn, places["VIT"], *flags) == expected
     (data / "train" / "a" / "a00.png").rename(data / "train" / "a" / "a99.png")
     unnamed = {name: state[name] for name in state.keys() - {"dataset", "data_dir", "images"}}
     torch.save(unnamed, tmp_path / "backbone.pt")
     for folder, words in (places["VIT"], "trained on"), (tmp_path, "--dataset"):
-        assert words in refused(capsys, run, eval_knn, folder, *flags)
-        assert run(eval_knn, folder, *flags, "--dataset", "folder") == expected
+        assert words in refused(capsys, evaluate, eval_knn, folder, *flags)
+        assert evaluate(eval_knn, folder, *flags, "--dataset", "folder") == expected
     for text in ("[]", "{}", "no JSON"):  # another project's
         (tmp_path / "config.json").write_text(text)
         assert common.load_backbone(tmp_path)[1].get("data_dir") is None
@@ -153,7 +149,7 @@ def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path, capsy
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     for images in own.values():
         images.targets[1::3] = [-1] * len(images.targets[1::3])
-    assert run(eval_knn, places["VIT"], "--dump", path, **own) == {}
+    assert evaluate(eval_knn, places["VIT"], "--dump", path, **own) == {}
     data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in own for what in ("features", "labels")}
     assert set(data) == names | {"train_paths", "classes", "protocol"} and data["classes"].tolist() == list(CLASSES)
@@ -166,8 +162,8 @@ def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path, capsy
         np.testing.assert_allclose(data[f"{part}_features"], x.numpy(), rtol=1e-4, atol=1e-5)
     folder = places["DATA"] / "train" / "a"
     flags = [places["VIT"], "--dataset", "folder", "--data-dir", folder, "--dump"]
-    assert "exists" in refused(capsys, run, eval_knn, *flags, path)
-    assert run(eval_knn, *flags, tmp_path / "f.npz") == {}
+    assert "exists" in refused(capsys, evaluate, eval_knn, *flags, path)
+    assert evaluate(eval_knn, *flags, tmp_path / "f.npz") == {}
     data = np.load(tmp_path / "f.npz")
     assert data["train_paths"].tolist() == sorted(map(str, folder.iterdir())) and "test_features" not in data
     assert len(data["train_features"]) == EACH and (data["train_labels"] == -1).all()

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import test_eval
 import timm
+import tiny
 import torch
 import torch.nn.functional as F
 from conftest import generator, slow_but
 from PIL import Image
 from timm.data.random_erasing import RandomErasing
 from timm.scheduler import CosineLRScheduler
-from tiny import TIMING, contents, epochs_of, flat, gradient, life, load, play, records, refused, succeed, unequal
+from tiny import contents, epochs_of, evaluate, life, load, play, records, refused, succeed, unequal
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import ImageFolder
 
@@ -25,7 +26,7 @@ import eval_knn
 import eval_linear
 
 places = test_eval.places
-run = functools.partial(test_eval.run, eval_linear)
+run = functools.partial(evaluate, eval_linear)
 
 FAST = ["--batch-size", "16", "--epochs", "3"]  # of two steps: 42 images
 
@@ -317,7 +318,7 @@ def tuned(places, tmp_path_factory):
 def test_a_run_and_what_it_leaves(tuned, capsys):
     """The same command again says its scores, and changes nothing. The fine-tuned encoder can be evaluated."""
     flags, out, result = tuned
-    assert test_eval.run(eval_knn, out, "--k", 3)["encoder"]["knn3_top1"] > 34
+    assert evaluate(eval_knn, out, "--k", 3)["encoder"]["knn3_top1"] > 34
     assert "query" in refused(capsys, common.load_backbone, out, "query")  # it is another encoder now
     assert "data_dir" not in load(out / "backbone.pt")  # people publish it
     assert common.load_backbone(out)[1]["data_dir"] == str(flags[2])
@@ -338,8 +339,8 @@ def test_an_encoder_that_was_fine_tuned_on_other_images_is_evaluated_on_these(pl
     shutil.copytree(data / "train" / "a", data / "unlabeled")
     flags = ["--dataset", "folder", "--data-dir", data, "--out", tmp_path / "run"]
     run(places["VIT"], "--finetune", *flags, "--epochs", 1, "--batch-size", 14)
-    found = test_eval.run(eval_knn, tmp_path / "run", "--k", 3)
-    assert found == test_eval.run(eval_knn, tmp_path / "run", "--k", 3, *flags[:4])
+    found = evaluate(eval_knn, tmp_path / "run", "--k", 3)
+    assert found == evaluate(eval_knn, tmp_path / "run", "--k", 3, *flags[:4])
 
 
 @pytest.mark.slow
@@ -384,7 +385,7 @@ def test_another_evaluation_is_refused(places, tmp_path, capsys):
 
 def test_augmentation_of_training_images():
     """--pad: a flipped crop of the padded image. Else an area of it. RandAugment changes it further."""
-    image, info = gradient(16, 16), dict(image_size=16, interpolation="bicubic", mean=(0.5, 0.5, 0.5))
+    image, info = tiny.gradient(16, 16), dict(image_size=16, interpolation="bicubic", mean=(0.5, 0.5, 0.5))
 
     def made(count, pad=3, randaug=0):
         args = argparse.Namespace(pad=pad, randaug=randaug, crop_scale=[0.08, 0.08])
@@ -416,8 +417,8 @@ def test_two_processes_train_as_one(places, tmp_path, encoder, flags, only):
     flags, outs = [places[encoder], *flags.split(), *FAST, "--device", "cpu", "--out"], (tmp_path / "1", tmp_path / "2")
     for world, out in enumerate(outs, start=1):
         succeed(tmp_path / "log", play_on_center_crops, [([*flags, out],)] * world)
-    states = [flat({k: load(out / "last.pt")[k] for k in ("model", "optimizer")}) for out in outs]
+    states = [tiny.flat({k: load(out / "last.pt")[k] for k in ("model", "optimizer")}) for out in outs]
     a, b = ({k: v for k, v in state.items() if only in k} for state in states)
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    first, second = ({k: v for k, v in records(out)[-1].items() if k not in TIMING} for out in outs)
+    first, second = ({k: v for k, v in records(out)[-1].items() if k not in tiny.TIMING} for out in outs)
     assert a and (only or first == pytest.approx(second, rel=1e-4))

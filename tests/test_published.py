@@ -10,7 +10,7 @@ import torch
 import torchvision
 from conftest import EACH_MODEL, slow_but
 from safetensors.torch import save_file
-from tiny import FLAGS, epochs_of, life, load, refused, run
+from tiny import FLAGS, epochs_of, evaluate, life, load, refused, run
 
 import common
 import eval_knn
@@ -160,8 +160,8 @@ def test_a_file_of_third_parties_is_evaluated_as_a_run(script, flags, places, tm
     torch.save(under("encoder.", common.load_backbone(places["VIT"])[0]), tmp_path / "model.pth")
     how = "--arch vit_micro --image-size 16 --patch-size 8 --norm patterns --dataset folder --data-dir"
     how = [*how.split(), places["DATA"], *flags.split()]
-    expected = test_eval.run(script, places["VIT"], *flags.split())
-    assert test_eval.run(script, tmp_path / "model.pth", *how, "--prefix", "encoder.") == expected
+    expected = evaluate(script, places["VIT"], *flags.split())
+    assert evaluate(script, tmp_path / "model.pth", *how, "--prefix", "encoder.") == expected
 
 
 @pytest.mark.slow

@@ -12,17 +12,13 @@ import pytest
 import timm
 import torch
 from conftest import JCL_AT_ONCE, METHODS, Blank, slow_but
-from tiny import load, records, refused, run, unequal
+from tiny import evaluate, load, records, refused, run, unequal
 from torch import nn
 
 import common
 import eval_knn
 
 pytestmark = pytest.mark.usefixtures("_tiny")
-
-
-def knn(*words):
-    return eval_knn.main(eval_knn.parse_args([*map(str, words), "--device", "cpu", "--no-baselines"]))["encoder"]
 
 
 @pytest.mark.parametrize("line", slow_but(["patchmix"], [*METHODS, "patchmix --key-encoder query"]))
@@ -44,7 +40,7 @@ def test_a_runs_folder(line, tmp_path, capsys):
     for r in found:
         assert r["images_per_s"] > 0 and r["grad_norm"] > 0 and r["lr"] > 0 and 0 < r["std"] < 1.1
         assert 1 <= r["rank"] <= 16 and np.isfinite([*r.values()]).all()
-    assert knn(tmp_path, "--k", "20")["knn20_top1"] == found[-1]["knn20_top1"]
+    assert evaluate(eval_knn, tmp_path, "--k", 20)["encoder"]["knn20_top1"] == found[-1]["knn20_top1"]
     saved, encoder = load(tmp_path / "backbone.pt"), "momentum" if line == "patchmix" else "query"
     assert (saved["stem"], saved["method"], saved["encoder"]) == ("timm", method, encoder)
     assert saved["interpolation"] == ("bicubic" if method == "patchmix" else "bilinear")
@@ -181,7 +177,7 @@ def test_own_encoder(method, tmp_path, capsys):
     encoder = timm.create_model(saved["timm_name"], **saved["create_kwargs"])
     encoder.load_state_dict(saved["state_dict"])
     assert encoder[1].running_mean.any() and not encoder[1].bias.any()  # trained, and frozen
-    assert knn(tmp_path, "--k", 20)["knn20_top1"] == records(tmp_path)[-1]["knn20_top1"]
+    assert evaluate(eval_knn, tmp_path, "--k", 20)["encoder"]["knn20_top1"] == records(tmp_path)[-1]["knn20_top1"]
     torch.save(saved | dict(timm_name="encoder_of_mine"), tmp_path / "backbone.pt")
     line = refused(capsys, common.load_backbone, tmp_path)
     assert "encoder_of_mine is not registered" in line and "eval_knn.main" in line

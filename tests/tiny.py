@@ -58,6 +58,11 @@ def run(method, out, *flags, **own):
     return said.getvalue()
 
 
+def evaluate(script, *flags, **own):
+    """Run eval_knn or eval_linear, a module, in this process. Return the scores. own: the user's train, test."""
+    return script.main(script.parse_args([*map(str, flags), "--device", "cpu"]), **own)
+
+
 @pytest.fixture(scope="module")
 def begun(_tiny, tmp_path_factory):
     """A function: method -> the folder of its run that was stopped in the second epoch, made once."""
