@@ -177,14 +177,12 @@ def test_views_of_each_joint_mode(crops_are_boxes):
     assert extremes["either"] == pytest.approx(0.3 * extremes["crop"] + 0.7 * extremes["none"], abs=0.08)
     assert alike["either"].mean() == pytest.approx(0.3 * 0.5 + 0.7, abs=0.06)
     assert shares_of_extremes(found["either"][0][:, ~alike["either"]])[0] > 0.9  # no JointBlur, so JointCrop
-    rng = np.random.default_rng(0)
-    theirs = algorithm1(5000, 0.14, 0.7, -4.0, rng)  # of which each fits into the image
-    for areas, *_ in (found["crop"], found["both"]):  # each image has areas of its own
-        assert ks(areas[0], theirs[0]) < 2 and ks(areas[1] / areas[0], theirs[1] / theirs[0]) < 2
-    theirs = algorithm1(5000, 0.1, 2.0, -4.0, rng)
-    for _, sigmas, _ in (found["blur"], found["both"]):
-        one, two = sigmas[:, sigmas[0] > 0]
-        assert ks(one, theirs[0]) < 2 and ks(two / one, theirs[1] / theirs[0]) < 2
+    crops = [found[mode][0] for mode in ("crop", "both")]  # each image has areas of its own, which all fit into it
+    blurs = [sigmas[:, sigmas[0] > 0] for _, sigmas, _ in (found["blur"], found["both"])]
+    for pairs, low, high in ((crops, 0.14, 0.7), (blurs, 0.1, 2.0)):
+        theirs = algorithm1(5000, low, high, -4.0, np.random.default_rng(0))
+        for one, two in pairs:
+            assert ks(one, theirs[0]) < 2 and ks(two / one, theirs[1] / theirs[0]) < 2
 
 
 @pytest.mark.parametrize("flags, expected", [
