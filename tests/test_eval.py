@@ -144,7 +144,6 @@ def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, ca
 
 
 def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path, capsys):
-    """Also of a folder without classes."""
     path = tmp_path / "features"  # the name stays as it was given
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     for images in own.values():

@@ -143,13 +143,12 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path, capsys):
         assert str(tmp_path / name) in line and words in line and "weights_only" not in line
 
 
-class Hostile:  # when it is unpickled, a file is written
-    def __reduce__(self):
-        return open, ("victim", "w")
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_hostile_pickle_is_not_run(here, zipped, capsys):
+    class Hostile:  # when it is unpickled, a file is written
+        def __reduce__(self):
+            return open, ("victim", "w")
+
     torch.save({"state_dict": Hostile()}, "backbone.pt", _use_new_zipfile_serialization=zipped)
     assert "open, which would run code" in refused(capsys, common.load_checkpoint, "backbone.pt")
     assert [path.name for path in here.iterdir()] == ["backbone.pt"]
