@@ -61,14 +61,16 @@ def test_an_offset_beyond_the_range_leaves_equal_areas(beta):
 
 
 def test_randomcrop_ratio_density_eq8_eq10():
-    """Independent areas: the distribution function that Eq. 8 integrates to, for s in [0.2, 1]."""
+    """Independent areas: the distribution function that Eq. 8 integrates to, for s in [0.2, 1]; App. H's values."""
 
     def cdf(x):
         low = 25 * x / 32 + 1 / (32 * x) - 5 / 16
         return np.where(x <= 1, low, 21 / 16 - x / 32 - 25 / (32 * x))
 
+    assert cdf(np.array([0.5, 1, 2, 4])) == pytest.approx([0.1406, 0.5, 0.8594, 0.9922], abs=5e-5)
     a, b = even_draws(0.2, 1.0, None)
     assert ks(cdf(a / b)) < 0.5  # a distance of 0.0028
+    assert abs(np.log(b / a)).mean() == pytest.approx(0.494, abs=0.003)
 
 
 def mean_corner_distance(areas):
@@ -248,6 +250,7 @@ def test_v3_contrast_is_info_nce_of_cosines_among_all_keys():
     rows = [(a[i : i + 1], b[4 + i : 5 + i], torch.cat([b[: 4 + i], b[5 + i :]])) for i in range(4)]
     expected = 2 * 0.5 * sum(info_nce(*row, 0.5) for row in rows) / 4
     assert_same(moco.contrast(q, k, 0.5, first=4), expected, q, k)
+    assert moco.contrast(q, k[:1].expand(8, -1), 0.5, first=0).item() == pytest.approx(2 * 0.5 * math.log(8))
 
 
 def test_v3_and_simsiam_start_from_zero_residual_branches():
