@@ -73,7 +73,7 @@ def parse_args(argv=None):
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum; two: initial and final")
+    add("--momentum", type=common.fraction, default=0.999, help="EMA momentum m of the momentum encoder")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")  # section 4.4; App. A: 1,200
@@ -84,7 +84,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", action=common.AreaRange, default=[0.2, 1.0], help="area range of RandomResizedCrop")
-    add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, key")
+    add("--blur-p", type=common.fraction, default=0.5, help="probability of blur")
     add("--same-crop", action="store_true", help="share one crop between query and key (D5)")
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (Table 7, D6)")
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (Table 7)")
@@ -105,20 +105,20 @@ def parse_args(argv=None):
 
 CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
     arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, bn_groups=8, crop_scale=[0.08, 1.0],
-    blur_p=[0.0, 0.0], local_size=16, num_clusters=400,  # about as many images per cluster as on ImageNet
+    weight_decay=5e-4, momentum=0.99, queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=0.0, local_size=16,
+    num_clusters=400,  # about as many images per cluster as on ImageNet
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, local_size=16,
-        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, num_clusters=32,
+        crop_scale=[0.3, 1.0], blur_p=0.1, bn_groups=2, momentum=0.95, warmup=5.0, num_clusters=32,
     ),
     cifar10=CIFAR,
     cifar100=CIFAR,
     stl10=dict(CIFAR, image_size=[96], patch_size=8, queue=8192, num_clusters=800, local_size=48),
     imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # not in the paper
     imagenet={},
-    folder=dict(queue=None, num_clusters=None, bn_groups=2, momentum=[0.99, 0.99]),  # None: 1/10 of images, 1 per 128
+    folder=dict(queue=None, num_clusters=None, bn_groups=2, momentum=0.99),  # None: 1/10 of images, 1 per 128
 )  # fmt: skip
 
 
@@ -340,13 +340,12 @@ def key_and_query(view):
     return [view, view]
 
 
-def augment(x, args, view):
-    """Augment crops as MoCo v2 does (App. A.1): uint8 -> normalized float (n, 3, S, S). View 0 is the key's."""
-    query_p, key_p = args.blur_p
+def augment(x, args):
+    """Augment crops as MoCo v2 does (App. A.1): uint8 -> normalized float (n, 3, S, S)."""
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
-    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=key_p if view == 0 else query_p)
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p)
     return common.normalize(x, *common.NORMS[args.norm])
 
 
@@ -457,18 +456,14 @@ class Queue(nn.Module):
 # ================================================================= 5. training
 
 
-def cosine(start, end, done):
-    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
-    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
-
-
 def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start: a linear warmup from 0, then a cosine down to 0."""
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
     if now < warmup:
         return peak * now / warmup
-    return cosine(peak, 0.0, (now - warmup) / (args.epochs - warmup))
+    done = (now - warmup) / (args.epochs - warmup)
+    return peak * (1 + math.cos(math.pi * done)) / 2
 
 
 def choose_positives(args, model, images, info, device):
@@ -526,7 +521,7 @@ def main(args, train=None, test=None):
     if args.show_views:  # views of images and of random positives, and mixed query views
         if args.selection != "none":
             positives.random_(len(positives))  # no encoder has selected any
-        views, positive_views = ([augment(x, args, i) for i, x in enumerate(part)] for part in next(iter(loader)))
+        views, positive_views = ([augment(x, args) for x in part] for part in next(iter(loader)))
         mixed = mix_queries(views[1:], positive_views[1:], args.alpha)[0] if positive_views[1:] else []
         names = ["key", "query"] + ["local crop"] * args.local_crops
         names += [f"random positive's {name}" for name in names[: len(positive_views)]]
@@ -573,8 +568,8 @@ def main(args, train=None, test=None):
             lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
-            positive_views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(positive_crops)]
+            views = [augment(x.to(device, non_blocking=True), args) for x in crops]
+            positive_views = [augment(x.to(device, non_blocking=True), args) for x in positive_crops]
             query_views, fractions = mix_queries(views[1:], positive_views[1:], args.alpha)  # Eq. 3
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(query_views, fractions, views[:1] + positive_views[:1])  # Eq. 6
@@ -582,7 +577,7 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
-            model.update(cosine(*args.momentum, now / args.epochs))
+            model.update(args.momentum)
             model.queue.enqueue(keys)
             meter.update(metrics | dict(grad_norm=grad_norm))
 

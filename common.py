@@ -1051,23 +1051,28 @@ nonnegative_float = bounded("a non-negative number", float, lambda x: 0 <= x < m
 fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
 
 
-def pair(what, nargs, is_valid):
-    """Return an `action` for argparse that stores two numbers from 0 to 1, if they are valid. what: describes them."""
+class AreaRange(argparse.Action):
+    """An argparse action for a range of areas, as fractions of the image: two positive numbers, the smaller first."""
 
-    class Pair(argparse.Action):
-        def __init__(self, option_strings, dest, **kwargs):
-            super().__init__(option_strings, dest, nargs=nargs, type=fraction, **kwargs)
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, dest, nargs=2, type=fraction, **kwargs)
 
-        def __call__(self, parser, namespace, values, option_string=None):
-            if not is_valid(values):
-                raise argparse.ArgumentError(self, f"expected {what}")
-            setattr(namespace, self.dest, [values[0], values[-1]])
-
-    return Pair
+    def __call__(self, parser, namespace, values, option_string=None):
+        if not 0 < values[0] <= values[1]:
+            raise argparse.ArgumentError(self, "expected two positive numbers, the smaller one first")
+        setattr(namespace, self.dest, values)
 
 
-FractionPair = pair("one or two numbers", "+", lambda x: len(x) <= 2)  # 0.99 is stored as [0.99, 0.99]
-AreaRange = pair("two positive numbers, the smaller one first", 2, lambda x: 0 < x[0] <= x[1])
+class FractionPair(argparse.Action):
+    """An argparse action for one or two numbers from 0 to 1, which are stored as two: 0.99 as [0.99, 0.99]."""
+
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, dest, nargs="+", type=fraction, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if len(values) > 2:
+            raise argparse.ArgumentError(self, "expected one or two numbers")
+        setattr(namespace, self.dest, [values[0], values[-1]])
 
 
 # Arguments that may change when a run is resumed. With another number of workers the random numbers differ.

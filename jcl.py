@@ -64,7 +64,7 @@ def parse_args(argv=None):
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum; two: initial and final")
+    add("--momentum", type=common.fraction, default=0.999, help="EMA momentum m of the momentum encoder")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
@@ -75,7 +75,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", action=common.AreaRange, default=[0.2, 1.0], help="area range of RandomResizedCrop")
-    add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, keys")
+    add("--blur-p", type=common.fraction, default=0.5, help="probability of blur")
 
     args = common.parse_args(parser, argv, recipe)
     common.refuse(parser, args, args.num_keys == 1, ["vanilla", "lam", "lam_schedule"], "with --num-keys 1")
@@ -85,12 +85,12 @@ def parse_args(argv=None):
 
 CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0],
+    weight_decay=5e-4, momentum=0.99, queue=4096, crop_scale=[0.08, 1.0], blur_p=0.0,
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128,
-        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, num_keys=3,
+        crop_scale=[0.3, 1.0], blur_p=0.1, bn_groups=2, momentum=0.95, warmup=5.0, num_keys=3,
     ),
     cifar10=CIFAR,
     cifar100=CIFAR,
@@ -98,7 +98,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     # App. D: a learning rate of 0.1 for 128 images. It gives neither queue nor bn_groups: here they are ImageNet's
     imagenet100=dict(arch="resnet18", epochs=100, batch_size=128, lr=0.2),
     imagenet={},
-    folder=dict(queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth of the images
+    folder=dict(queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth of the images
 )  # fmt: skip
 
 
@@ -167,13 +167,12 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 
-def augment(x, args, view):
-    """Augment crops as MoCo v2 does (App. C): uint8 -> normalized float (n, 3, S, S). View 0 is the query's."""
-    query_p, key_p = args.blur_p
+def augment(x, args):
+    """Augment crops as MoCo v2 does (App. C): uint8 -> normalized float (n, 3, S, S)."""
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
-    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=query_p if view == 0 else key_p)
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p)
     return common.normalize(x, *common.NORMS[args.norm])
 
 
@@ -256,18 +255,14 @@ class Queue(nn.Module):
 # ================================================================= 5. training
 
 
-def cosine(start, end, done):
-    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
-    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
-
-
 def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start: a linear warmup from 0, then a cosine down to 0."""
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
     if now < warmup:
         return peak * now / warmup
-    return cosine(peak, 0.0, (now - warmup) / (args.epochs - warmup))
+    done = (now - warmup) / (args.epochs - warmup)
+    return peak * (1 + math.cos(math.pi * done)) / 2
 
 
 def main(args, train=None, test=None):
@@ -283,7 +278,7 @@ def main(args, train=None, test=None):
     options = common.loader_options(args.workers, device)
     loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
     if args.show_views:
-        views = [augment(x, args, i) for i, x in enumerate(next(iter(loader))[0])]
+        views = [augment(x, args) for x in next(iter(loader))[0]]
         return common.save_views(args.show_views, views, ["query"] + ["key"] * args.num_keys, args.norm)
 
     # Model and optimizer. backbone.pt has `info` and the weights of the encoder that it names
@@ -320,14 +315,14 @@ def main(args, train=None, test=None):
             lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
+            views = [augment(x.to(device, non_blocking=True), args) for x in crops]
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, mean_keys, q, metrics = ddp(views, lam)  # Algorithm 1, lines 5 to 10
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()  # line 12
-            model.update(cosine(*args.momentum, now / args.epochs))
+            model.update(args.momentum)
             model.queue.enqueue(mean_keys)  # line 13
             meter.update(metrics | dict(grad_norm=grad_norm))
 

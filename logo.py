@@ -77,7 +77,7 @@ def parse_args(argv=None):
     add("--layers", type=common.positive_int, default=3, help="SimSiam: layers of the projector")  # inference (D12)
     add("--hidden", type=common.positive_int, default=512, help="SimSiam: hidden size of predictor")  # erceguder/LoGo's
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
-    add("--momentum", action=common.FractionPair, default=[0.999, 0.999], help="EMA momentum; two: initial and final")
+    add("--momentum", type=common.fraction, default=0.999, help="EMA momentum m of the momentum encoder")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
@@ -91,7 +91,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", action=common.AreaRange, default=[0.4, 1.0], help="area range of global crops (Table 8)")
     add("--local-scale", action=common.AreaRange, default=[0.08, 0.4], help="area range of local crops (D7)")
-    add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two: global views 1, 2")
+    add("--blur-p", type=common.fraction, default=0.5, help="probability of blur")
 
     args = common.parse_args(parser, argv, recipe)
     of_moco = ["queue", "temperature", "momentum", "bn_groups"]
@@ -108,19 +108,19 @@ def parse_args(argv=None):
 
 
 CIFAR = dict(  # supplement, section 1; released: no blur; not in the paper: patch_size
-    arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=[0.08, 0.6], blur_p=[0.0, 0.0],
+    arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=[0.08, 0.6], blur_p=0.0,
 )  # fmt: skip
 RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.12, queue=128,
-        blur_p=[0.1, 0.1], bn_groups=2, momentum=[0.95, 0.95], warmup=5.0, milestones=[], temperature=0.2,
+        blur_p=0.1, bn_groups=2, momentum=0.95, warmup=5.0, milestones=[], temperature=0.2,
     ),
     cifar10=CIFAR,
     cifar100=CIFAR,
     stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
     imagenet100={},  # arch, local_size: supplement, section 1
     imagenet=dict(arch="resnet50", queue=65536),  # not in the paper
-    folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth
+    folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth
 )  # fmt: skip
 
 
@@ -271,13 +271,12 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 
-def augment(x, args, view):
-    """Augment crops as MoCo v2 does (D10): uint8 -> normalized float (n, 3, S, S). Views 2, 3 are local."""
-    p1, p2 = args.blur_p  # p1 also of local views
+def augment(x, args):
+    """Augment crops as MoCo v2 does (D10): uint8 -> normalized float (n, 3, S, S)."""
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
-    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=p2 if view == 1 else p1)
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p)
     return common.normalize(x, *common.NORMS[args.norm])
 
 
@@ -416,11 +415,6 @@ class Queue(nn.Module):
 # ================================================================= 5. training
 
 
-def cosine(start, end, done):
-    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
-    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
-
-
 def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start: a linear warmup, then a cosine to 0, or --milestones."""
     peak = args.lr * args.batch_size / 256
@@ -429,7 +423,8 @@ def learning_rate(args, now):
         return peak * now / warmup
     if args.milestones:
         return peak * 0.1 ** sum(now / args.epochs >= fraction for fraction in args.milestones)
-    return cosine(peak, 0.0, (now - warmup) / (args.epochs - warmup))
+    done = (now - warmup) / (args.epochs - warmup)
+    return peak * (1 + math.cos(math.pi * done)) / 2
 
 
 def main(args, train=None, test=None):
@@ -448,7 +443,7 @@ def main(args, train=None, test=None):
     options = common.loader_options(args.workers, device)
     loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
     if args.show_views:
-        views = [augment(x, args, i) for i, x in enumerate(next(iter(loader))[0])]
+        views = [augment(x, args) for x in next(iter(loader))[0]]
         names = ["global 1", "global 2", "local 1", "local 2"][: len(views)]
         return common.save_views(args.show_views, views, names, args.norm)
 
@@ -509,7 +504,7 @@ def main(args, train=None, test=None):
             lr = learning_rate(args, now)
             for group in optimizer.param_groups + l2l_optimizer.param_groups:
                 group["lr"] = lr
-            views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
+            views = [augment(x.to(device, non_blocking=True), args) for x in crops]
 
             # Algorithm 1. Each process draws its own noise; `descend` averages the gradients
             local_z = None  # the local views' projections
@@ -537,7 +532,7 @@ def main(args, train=None, test=None):
             previous_norm.copy_(grad_norm)  # for the clip in the next step (D4)
             optimizer.step()  # update the encoder
             if not simsiam:
-                model.update(cosine(*args.momentum, now / args.epochs))
+                model.update(args.momentum)
                 model.queue.enqueue(keys)
             meter.update(metrics | dict(grad_norm=grad_norm))
 

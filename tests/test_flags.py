@@ -73,7 +73,7 @@ def test_ranges_hold(method, module, capsys):
             wrong += ["other", "nan", "inf"] + ["-1"] * (name != "beta") + ["0"] * (name not in ZERO)
             wrong += ["1.5"] * (name in FRACTIONS or isinstance(action.default, int)) + [str(2**32)] * (name == "seed")
         wrong = [[word] * count for word in wrong] + [["0.5", "0.25"]] * name.endswith("_scale")
-        wrong += [["0.1", "0.2", "0.3"]] * (name in ("momentum", "blur_p"))  # one value or two
+        wrong += [["0.1", "0.2", "0.3"]] * (action.nargs == "+" and name in ("momentum", "blur_p"))  # one value or two
         for given in wrong:
             line = refused(capsys, module.parse_args, words(method, name, given))
             assert action.option_strings[0] in line, (name, given)
@@ -81,9 +81,9 @@ def test_ranges_hold(method, module, capsys):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_given_is_in_the_runs_name(method, module, tmp_path):
-    """But for operational flags. One value stands for two. A folder of images has its name there, a script its own."""
-    args = module.parse_args("--epochs 9 --workers 1 --blur-p 0.25".split())
-    assert args.out == f"runs/{method}-patterns-{args.arch}-s0-epochs9-blur_p0.25,0.25"
+    """But for operational flags. A folder of images has its name there, a script its own."""
+    args = module.parse_args("--epochs 9 --workers 1 --crop-scale 0.25 1".split())
+    assert args.out == f"runs/{method}-patterns-{args.arch}-s0-epochs9-crop_scale0.25,1"
     own = module.parse_args(["--dataset", "folder", "--data-dir", "my images"])
     assert own.out == f"runs/{method}-folder-my,images-{own.arch}-s0"
     copy = runpy.run_path(shutil.copy(module.__file__, tmp_path / "mine.py"))
