@@ -123,7 +123,7 @@ def speed(name, out, dry):
     line, (workers, warm, timed) = SPEEDS[name], (0, 1, 2) if dry else (8, 5, 20)
     module, args = opened(line, RUNS / f"speed/{os.getpid()}", dry, "--knn-every", 0, "--workers", workers)
     views, ms, color, began = {}, {}, module.augment, time.perf_counter()
-    found = dict(command=line, batch=args.batch_size)
+    found, lock = dict(command=line, batch=args.batch_size), open(RUNS / "lock", "w")  # it locks while it is open
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def augment(x, *more):
@@ -141,7 +141,7 @@ def speed(name, out, dry):
         (RUNS / "speed" / f"{name}.ready").touch()
         while not (RUNS / "speed" / "go").exists():
             time.sleep(0.1)
-        fcntl.flock(open(RUNS / "lock", "w"), fcntl.LOCK_EX)  # until the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends
         for mode in ("network", "color", "loop"):
             for step in range(warm + timed):
                 if step == warm:
