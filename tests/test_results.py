@@ -34,6 +34,9 @@ def test_the_numbers_of_the_front_page():
         seeds = [seed for seed in ("", ", seed 1") if names[0] + how + seed in small]
         means = [np.mean([small[name + how + seed]["epochs"][-1]["knn20_top1"] for seed in seeds]) for name in names]
         assert percents == " → ".join(f"{mean:.1f}" for mean in means)
+    last = {arm: results.kept(f"gpu/{arm}-s0")["epochs"][-1]["knn20_top1"] for arm in ("moco", "jointcrop", "jcl")}
+    of_resnet18 = re.findall(r"\| ([\d.]+ → [\d.]+) \| [\d.]+ → [\d.]+ \|$", page, re.M)
+    assert of_resnet18 == [f"{last['moco']:.1f} → {last[arm]:.1f}" for arm in ("jointcrop", "jcl")]
     gains = [np.mean(results.gains(arm, "moco")[0]) for arm in ("jointcrop", "jcl", "clim")]
     text = results.PAGE.read_text()
     assert f"JCL and CLIM gained {min(gains):.1f} to {max(gains):.1f} points" in text
