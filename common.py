@@ -819,7 +819,7 @@ def open_encoder(args):
 
 
 def open_evaluation_data(name, root, info, check=True, train=None, test=None):
-    """Load the images of an evaluation, and log what is evaluated: (training images, test images, info).
+    """Load the images of an evaluation, log what is evaluated, and return (training images, test images, info).
 
     name: see `load_dataset`; if None, the dataset that the encoder was trained on. train, test: datasets to use
     instead. info: see `backbone_info`; returned with the dataset's name, folder and fingerprint. check: require labels
@@ -1119,7 +1119,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     """Add the arguments shared by all training scripts, parse argv (if None, sys.argv), and return the arguments.
 
     parser: has --arch and --image-size, and may have --bn-groups, or --local-crops with --local-size and --local-scale,
-    which are checked. recipe(args) returns the defaults, {name: value}, of the chosen dataset, encoder and method. The
+    which must fit the others. recipe(args) returns the defaults, {name: value}, of the chosen dataset, encoder and method. The
     default of --out is named after the values that are not defaults. The method is the parser's prog, a script's name.
     vit_only: names of the arguments that only a ViT takes. Exits with an error if arguments contradict each other.
     """
