@@ -1119,9 +1119,10 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     """Add the arguments shared by all training scripts, parse argv (if None, sys.argv), and return the arguments.
 
     parser: has --arch and --image-size, and may have --bn-groups, or --local-crops with --local-size and --local-scale,
-    which must fit the others. recipe(args) returns the defaults, {name: value}, of the chosen dataset, encoder and method. The
-    default of --out is named after the values that are not defaults. The method is the parser's prog, a script's name.
-    vit_only: names of the arguments that only a ViT takes. Exits with an error if arguments contradict each other.
+    which must fit the others. recipe(args) returns the defaults, {name: value}, of the chosen dataset, encoder and
+    method. The default of --out is named after the values that are not defaults. The method is the parser's prog, a
+    script's name. vit_only: names of the arguments that only a ViT takes. Exits with an error if arguments contradict
+    each other.
     """
     parser.usage = "%(prog)s [options]"
     parser.set_defaults(method=parser.prog.removesuffix(".py"))
