@@ -189,9 +189,8 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()  # line 2: k, Eq. 2
     # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
     group_size = num_patches // num_mix  # S
-    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. Remaining patches join group 0, the image's own.
+    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. Remaining patches, of no group below M, are not mixed.
     group_of_shuffled = torch.arange(num_patches) // group_size
-    group_of_shuffled[group_size * num_mix :] = 0
     # Line 7, Eq. 5 and 7: by r = argsort(k) the patches return to their positions, and so do their groups.
     group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns).to(images.device, non_blocking=True)
     group_of_pixel = group_of_patch.repeat_interleave(patch_size, 0).repeat_interleave(patch_size, 1)
