@@ -303,6 +303,12 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp
     assert events == [0, 1, 2, "choice", 3, 4, "choice", 5, 6, "choice", 7]
 
 
+@pytest.mark.parametrize("warmup, is_said", [(0, True), (0.1, False)])
+def test_that_std_may_rise_slowly_is_said_at_once(warmup, is_said, tmp_path):
+    flags = f"--dataset imagenet --warmup {warmup} --clim-start 0 --num-clusters 4 --queue 8 --epochs 1"
+    assert ("--warmup 1" in tiny.run("clim", tmp_path, *flags.split(), train=Blank(16))) == is_said
+
+
 def test_recipes():
     paper = dict(num_clusters=10000, knn_k=40, num_positives=10, refresh_every=5)  # App. A.2
     paper |= dict(arch="resnet50", batch_size=512, weight_decay=1e-4, alpha=2.0, temperature=0.2, queue=65536)
