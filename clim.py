@@ -550,7 +550,7 @@ def main(args, train=None, test=None):
     if args.selection in ("kmeans", "center"):
         derived |= dict(clusters=args.num_clusters or max(1, len(train) // 128))
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
-    if args.dataset.startswith("imagenet") and not args.warmup:
+    if terms > 1 and not args.warmup and not records:
         common.log("std may rise slowly, because the terms of the loss are summed (D3); --warmup 1 makes it faster")
     if args.compile:
         model.backbone.compile(dynamic=False)

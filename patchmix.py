@@ -189,7 +189,7 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()  # line 2: k, Eq. 2
     # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
     group_size = num_patches // num_mix  # S
-    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. Remaining patches, of no group below M, are not mixed.
+    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. Remaining patches are in no mixed group.
     group_of_shuffled = torch.arange(num_patches) // group_size
     # Line 7, Eq. 5 and 7: by r = argsort(k) the patches return to their positions, and so do their groups.
     group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns).to(images.device, non_blocking=True)
