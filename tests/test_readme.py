@@ -16,7 +16,8 @@ import common
 import jcl
 import moco_jointcrop
 
-PAGES = {page: (ROOT / page).read_text() for page in ("README.md", "tests/README.md", "tests/results/README.md")}
+PAGES = "README.md", "tests/README.md", "tests/results/README.md", "tests/results/earlier.md"
+PAGES = {page: (ROOT / page).read_text() for page in PAGES}
 SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
 COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 BLOCKS = [code for page in PAGES.values() for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)]

@@ -11,10 +11,10 @@ from PIL import Image
 
 
 def test_tables(tmp_path):
-    """The tables are what tests/tools/results.py makes of tests/results/, and the page has all that are not empty."""
+    """The tables are what tests/tools/results.py makes of tests/results/, and the pages have all that are not empty."""
     gpu_list.write(tmp_path / "claims.json", results.kept("claims"))
     assert (tmp_path / "claims.json").read_bytes() == (results.KEPT / "claims.json").read_bytes()
-    text = results.PAGE.read_text()
+    text = "".join(page.read_text() for page in results.PAGES)
     assert results.with_tables(text) == text
     found = re.findall(r"<!-- tests/tools/results.py: (.*) -->\n\| .*\n\| ---.*\n\| .*", text)
     assert {*found} == {what for what, make in results.TABLES.items() if make()}
@@ -38,7 +38,7 @@ def test_the_numbers_of_the_front_page():
     of_resnet18 = re.findall(r"\| ([\d.]+ → [\d.]+) \| [\d.]+ → [\d.]+ \|$", page, re.M)
     assert of_resnet18 == [f"{last['moco']:.1f} → {last[arm]:.1f}" for arm in ("jointcrop", "jcl")]
     gains = [np.mean(results.gains(arm, "moco")[0]) for arm in ("jointcrop", "jcl", "clim")]
-    text = results.PAGE.read_text()
+    text = results.PAGES[0].read_text()
     assert f"JCL and CLIM gained {min(gains):.1f} to {max(gains):.1f} points" in text
     assert f"methods gained up to {max(gains):.1f} points" in page
     lost = results.gains("patchmix-1", "patchmix-3")[0], results.gains("mocov3", "patchmix-released")[0]

@@ -1,8 +1,8 @@
-"""Makes the runs behind the tables of tests/results/README.md, and the tables, by hand.
+"""Makes the runs behind the tables of tests/results/*.md, and the tables, by hand.
 
     python tests/tools/results.py begin --data-dir DIR [--arms jcl-stl10]   three epochs of every recipe
     python tests/tools/results.py gpu --archive FILE [--minutes 9]          what gpu_list.py has for a GPU
-    python tests/tools/results.py readme                                    the tables of tests/results/README.md
+    python tests/tools/results.py readme                                    the tables of tests/results/*.md
     python tests/tools/results.py curves                                    the learning curves (needs matplotlib)
 
 claims.json is of earlier recipes; each of its runs names its command and commit. Its "baselines", raw pixels and
@@ -227,7 +227,7 @@ def trained_on_gpu():
 
 
 TABLES = {"gpu": trained_on_gpu, "begin": begun, "claims": claims}
-PAGE = KEPT / "README.md"
+PAGES = [KEPT / "README.md", KEPT / "earlier.md"]
 
 
 def with_tables(page):
@@ -263,7 +263,7 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
     actions = dict(begin=begin, gpu=gpu_list.run, curves=curves)
-    actions["readme"] = lambda args: PAGE.write_text(with_tables(PAGE.read_text()))
+    actions["readme"] = lambda args: [page.write_text(with_tables(page.read_text())) for page in PAGES]
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="folder of CIFAR-10")
     parser.add_argument("--arms", nargs="+", choices=[*BEGINS, *gpu_list.CHOICES], metavar="ARM")
