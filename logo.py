@@ -610,7 +610,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
         if len(x) % groups:
             raise ValueError(f"a batch of {len(x)} cannot be split into {groups} equal groups of batch norm")
         x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
-        means, variances = self.running_mean.repeat(groups), self.running_var.repeat(groups)
+        means, variances = self.running_mean.expand(groups, -1).flatten(), self.running_var.expand(groups, -1).flatten()
         if weight is not None:
             weight, bias = weight.expand(groups, -1).flatten(), bias.expand(groups, -1).flatten()
         x = F.batch_norm(x, means, variances, weight, bias, training=True, momentum=self.momentum, eps=self.eps)
