@@ -11,29 +11,22 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from methods import RECORDS
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
 pytest_plugins = ["tiny"]  # its fixtures
 torch.set_num_threads(1)  # a second one would wait for whatever else runs, and round in another way
-METHODS = ["moco_jointcrop", "jcl", "clim", "logo", "patchmix"]
-# (method, flags): each with its own model, and two with their other one.
-EACH_MODEL = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")]
-BLUR = "--blur-p 0.5 0.5"  # JointBlur's, where a recipe does not blur
-# What chooses another recipe or another form of a method.
-CHOICES = dict(
-    moco_jointcrop=("--moco v1", "--moco v3", f"--joint blur {BLUR}", f"--joint either {BLUR}", "--variant released"),
-    jcl=("--variant released", "--vanilla"),
-    clim=("--selection none", "--selection knn", "--image-size 24 16"),
-    logo=("--base simsiam", "--variant paper", "--affinity-form linear", "--base simsiam --local-crops 0 --one-way"),
-    patchmix=("--variant released", "--terms oto --patch-size 32"),  # unmixed images of one patch
-)
+METHODS = [*RECORDS]
+# (method, flags): each with its own model, and then those with another one.
+EACH_MODEL = [(method, "") for method in METHODS]
+EACH_MODEL += [(method, flags) for method in METHODS for flags in RECORDS[method].models if flags]
+VARIANTS = [(method, flags) for method in METHODS for flags in ("", *RECORDS[method].forms)]
 # timm's keywords of a ResNet for tests. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
 # convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512.
 NANO = dict(layers=(1, 1, 1, 1), channels=(8, 8, 8, 8))
 INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")  # of an encoder
-VARIANTS = [(method, flags) for method in METHODS for flags in ("", *CHOICES.get(method, ()))]
 
 
 def slow_but(quick, cases):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchvision.transforms.v2.functional as TF
 from conftest import MODULES, Blank, generator, ks, slow_but
+from methods import DRAWN, RECORDS
 from PIL import Image
 from tiny import run
 
@@ -133,21 +134,14 @@ def calls(monkeypatch):
     return calls
 
 
-MOCO_V2, MOCO_V3 = (0.4, 0.4, 0.4, 0.1, 0.8), (0.4, 0.4, 0.2, 0.1, 0.8)  # the jitter's strengths, its probability
-DRAWN = ([0.0, 1.5], [0.0, 1.0])  # by moco_jointcrop.py's loader, for two images: sigma, which is 0 for no blur, and p
-ON_IMAGENET = [  # method, flags, the view if it matters, jitter, blur's sigma and probability, solarize's probability
-    *((method, "", None, MOCO_V2, ((0.1, 2.0), 0.5), 0) for method in ("jcl", "clim", "logo")),
-    *(("moco_jointcrop", "", view, MOCO_V2, DRAWN, 0) for view in range(3)),
-    *(("moco_jointcrop", "--moco v3", view, MOCO_V3, DRAWN, 0.2 * (view == 1)) for view in range(3)),
-    *(("patchmix", "", view, MOCO_V3, ((0.1, 2.0), (1.0, 0.1, 0.5)[view]), 0.2 * (view == 1)) for view in range(3)),
-]
+ON_IMAGENET = [(method, *row) for method, record in RECORDS.items() for row in record.augmentation]
 
 
 @pytest.mark.parametrize("method, flags, view, jitter, blur, solarize_p", ON_IMAGENET)
 def test_augment_calls_the_operations_of_the_paper(method, module, flags, view, jitter, blur, solarize_p, calls):
     """In its order and with its values. Each takes what the one before returns, and the result is normalized."""
     x, args = (noise(2, 4, 4) * 256).byte(), module.parse_args(["--dataset", "imagenet", *flags.split()])
-    more = [] if view is None else [view] + [torch.tensor(DRAWN[0])] * (method == "moco_jointcrop")
+    more = [] if view is None else [view] + [torch.tensor(DRAWN[0])] * (blur == DRAWN)
     y = module.augment(x, args, *more)
     expected = [("horizontal_flip", 0.5), ("color_jitter", *jitter), ("grayscale", 0.2), ("gaussian_blur", *blur)]
     assert calls == expected + [("solarize", solarize_p, 0.5)] * (solarize_p > 0)
@@ -155,13 +149,7 @@ def test_augment_calls_the_operations_of_the_paper(method, module, flags, view, 
     torch.testing.assert_close(y, theirs, rtol=1e-5, atol=0)
 
 
-TRAININGS = dict(  # flags with which all random numbers can be seen, and views have one size and one range of areas
-    moco_jointcrop="--joint both --crop-scale 0.2 0.8 --blur-p 1 1 --local-crops 2 --local-size 16",
-    jcl="--num-keys 3",
-    clim="--selection random --clim-start 0 --refresh-every 1",
-    logo="--local-size 16 --local-scale 0.2 1 --crop-scale 0.2 1",
-    patchmix="--local-crops 2 --local-size 16 --patch-size 4",
-)
+TRAININGS = {method: record.four_views for method, record in RECORDS.items() if record.four_views}
 
 
 class Same(Blank):

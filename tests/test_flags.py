@@ -12,11 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from conftest import METHODS, MODULES, QUEUES, VARIANTS, Blank, state_of
+from methods import RECORDS
 from tiny import flat, load, refused
 
 import common
 
-SMALL = [(method, "--arch vit_micro" if method == "patchmix" else "--arch resnet_mini") for method in METHODS]
+SMALL = [(method, f"--arch {record.small}") for method, record in RECORDS.items()]
 
 
 @functools.cache
@@ -98,7 +99,6 @@ def test_the_queue_of_a_folder_is_a_tenth_of_the_images(method, module, count, l
 
 
 TINY = "--image-size 16 --batch-size 16 --epochs 1 --knn-every 0 --device cpu".split()  # two steps
-FORM = dict(clim="--clim-start 0 --num-clusters 4", patchmix="--patch-size 4")  # for positives, for local crops
 OTHER = dict(  # what to change a value to, where half the value, or one more, would not fit, or act later
     arch="resnet_mini", selection="kmeans", alpha=0.1, num_clusters=2, knn_k=2, num_positives=2, clim_start=1,
     refresh_every=1, image_size=24, batch_size=8, patch_size=2, bn_groups=4, local_size=8, min_lr=1e-5, milestones=0.5,
@@ -142,7 +142,7 @@ def trained(method, *flags):
 @pytest.mark.parametrize("method, name", PAIRS)
 def test_every_flag_acts(method, module, name):
     """Changed, it changes the loss or the weights within two steps."""
-    form = [*FORM.get(method, "").split(), *NEEDS.get(f"{method} {name}", NEEDS.get(name, "")).split()]
+    form = [*RECORDS[method].needs.split(), *NEEDS.get(f"{method} {name}", NEEDS.get(name, "")).split()]
     value = getattr(module.parse_args([*TINY, *form]), name)
     change = another(method, name, value)
     assert getattr(module.parse_args([*TINY, *form, *change]), name) != value
@@ -150,23 +150,7 @@ def test_every_flag_acts(method, module, name):
     assert not same, change
 
 
-REFUSED = {  # what a flag, the last one, has no effect with
-    "moco_jointcrop": ["--moco v3 --queue 9", "--moco v3 --bn-groups 4", "--milestones 0.5 --min-lr 1e-5",
-                       "--joint none --beta 1", "--joint blur --local-crops 2 --joint-pair local",
-                       "--joint-pair local", "--joint-prob 0.1", "--moco v1 --hidden 9", "--local-size 12"],
-    "jcl": ["--num-keys 1 --lam 1", "--vanilla --lam 1", "--vanilla --lam-schedule ramp",
-            "--arch vit_micro --bn-groups 4"],
-    "clim": ["--selection none --mix none", "--selection none --num-positives 3", "--selection none --refresh-every 3",
-             "--selection none --clim-start 3", "--mix none --alpha 1", "--selection knn --num-clusters 3",
-             "--selection kmeans --knn-k 3", "--local-size 12", "--local-scale 0.1 0.2"],
-    "logo": ["--base simsiam --queue 9", "--base simsiam --bn-groups 4", "--base simsiam --momentum 0.5",
-             "--base simsiam --temperature 1", "--local-crops 0 --pairs all", "--local-crops 0 --l2l",
-             "--no-l2l --affinity-lr 1", "--no-l2l --lam 1", "--l2l-weighting lambda --clip-ratio 1",
-             "--lam 1", "--hidden 9", "--layers 1", "--local-crops 0 --local-size 12"],
-    "patchmix": ["--terms oto --num-mix 3", "--terms oto --mix-slices 2", "--terms mto --smoothing 0.1",
-                 "--arch resnet_mini --num-heads 4", "--arch resnet_mini --drop-path 0.1",
-                 "--key-encoder query --momentum 0.5 1", "--local-size 12", "--local-scale 0.1 0.2"],
-}  # fmt: skip
+REFUSED = [(m, flags) for m, record in RECORDS.items() for flags in ("--init-prefix x.", *record.refused)]
 
 
 @pytest.mark.parametrize("method", QUEUES)
@@ -175,7 +159,7 @@ def test_a_vit_is_one_group_of_batch_norm(method, module):
     assert module.parse_args(["--arch", "vit_micro"]).bn_groups == 1
 
 
-@pytest.mark.parametrize("method, flags", [(m, f) for m in METHODS for f in ("--init-prefix x.", *REFUSED.get(m, ()))])
+@pytest.mark.parametrize("method, flags", REFUSED)
 def test_a_flag_without_effect_is_refused(method, module, flags, capsys):
     line = refused(capsys, module.parse_args, flags.split())
     assert re.findall(r"--[a-z]\S+", flags)[-1] in line and "no effect" in line

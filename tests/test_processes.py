@@ -9,6 +9,7 @@ import tiny
 import torch
 from conftest import MODULES, NANO, generator, slow_but
 from global_batch_norm import synchronize
+from methods import RECORDS
 from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -19,24 +20,8 @@ import jcl
 import patchmix
 
 SMALL = "--image-size 16 --batch-size 32 --epochs 1 --dim 16 --patch-size 8 --knn-every 0 --device cpu".split()
-CLIM, LOGO = "clim --bn-groups 8 --clim-start 0", "logo --bn-groups 8 --local-size 8"
-CASES = [  # method and flags; the first three are quick
-    "jcl --bn-groups 8",
-    f"{CLIM} --num-clusters 4 --knn-k 8 --image-size 16 12",
-    "patchmix --mix-slices 8 --num-mix 3 --hidden 16",
-    "moco_jointcrop --bn-groups 8 --local-crops 2 --local-size 8",
-    "moco_jointcrop --moco v3 --hidden 16 --local-crops 2 --local-size 8",
-    "jcl --bn-groups 16 --vanilla",
-    f"{CLIM} --num-clusters 4 --selection kmeans --local-crops 2 --local-size 8",
-    f"{CLIM} --selection random --mix none",
-    LOGO,
-    f"{LOGO} --variant paper --lam 0.5",
-    f"{LOGO} --pairs all",
-    "logo --bn-groups 8 --local-crops 0 --one-way",
-    "logo --local-size 8 --base simsiam --hidden 16 --lam 0.5",
-    "patchmix --mix-slices 16 --hidden 16 --variant released --image-size 32 --local-crops 2",
-]
-QUICK = CASES[:3]
+QUICK = [f"{method} {flags}" for method, record in RECORDS.items() for flags in record.quick_processes]
+CASES = QUICK + [f"{method} {flags}" for method, record in RECORDS.items() for flags in record.processes]
 
 
 def random_view(g, x, *_):
@@ -80,7 +65,7 @@ def process(folder, cases):
         module.augment = functools.partial(random_view, generator())
         # without a queue, batch norm is over all processes: on CPUs each would have its own
         module.DistributedDataParallel = lambda model: DDP(model if hasattr(model, "queue") else synchronize(model))
-        arch = ["--drop-path", "0"] if method == "patchmix" else ["--arch", "nano"]
+        arch = ["--drop-path", "0"] if RECORDS[method].small == "vit_micro" else ["--arch", "nano"]
         args = module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"])
         module.main(args, train=common.Patterns(96, 16, seed=0))  # three steps
 

@@ -5,11 +5,9 @@ import re
 from collections import defaultdict
 
 import pytest
-import test_augmentation
-import test_flags
-import test_processes
 import torch
-from conftest import METHODS, ROOT, VARIANTS, generator, state_of
+from conftest import ROOT, VARIANTS, state_of
+from methods import RECORDS, REQUIRED
 from torch import nn
 
 SOURCES = {path.name: path.read_text() for path in sorted(ROOT.glob("*.py"))}
@@ -40,17 +38,7 @@ def copied(method):
     return names
 
 
-X = [torch.randn(4, 3, 8, 8, generator=generator(i)) for i in range(4)]
-PAIRS = ([(0, 1), (1, 0)], [(2, 0)])
-MODELS = [  # file, class, arguments besides an encoder, its width and dim; what forward takes
-    ("jcl", "JCL", dict(queue=8), (X, 4.0)),
-    ("clim", "CLIM", dict(sizes=(8, 8), queue=8), (X[:2], [0.5, 0.3], X[1:3])),
-    ("moco_jointcrop", "MoCo", dict(queue=8), (X,)),
-    ("moco_jointcrop", "MoCoV3", dict(hidden=8), (X,)),
-    ("logo", "MoCo", dict(pairs=PAIRS, queue=8), (X,)),
-    ("logo", "SimSiam", dict(pairs=PAIRS, hidden=8), (X,)),
-    ("patchmix", "PatchMix", dict(hidden=8, patch_size=4), (X,)),
-]
+MODELS = [(method, *model) for method, record in RECORDS.items() for model in record.models.values()]
 
 
 @pytest.mark.parametrize("method, kind, arguments, given", MODELS)
@@ -78,7 +66,7 @@ def test_a_model_works_alone(method, kind, arguments, given):
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
         losses.append(loss.item())
     assert losses[0] == losses[1]
-    assert (losses[1] != losses[2]) == (kind not in ("MoCoV3", "SimSiam"))
+    assert (losses[1] != losses[2]) == (kind not in RECORDS[method].not_shuffled)
 
 
 @pytest.mark.parametrize("method, kind, arguments, given", MODELS)
@@ -100,10 +88,13 @@ def test_a_model_works_within_autocast(method, kind, arguments, given, monkeypat
     assert losses[2] == losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.01)
 
 
-def test_a_method_has_a_row_in_each_table():
+def test_a_method_has_a_record_with_what_each_table_needs():
     """Or these tests would leave it out without notice."""
-    for table in (MODELS, test_augmentation.ON_IMAGENET, test_flags.REFUSED, test_processes.CASES):
-        assert {(row if isinstance(row, str) else row[0]).split()[0] for row in table} == {*METHODS}
+    files = {name.removesuffix(".py") for name, text in SOURCES.items() if "\ndef augment(" in text}
+    assert files == {*RECORDS}, "tests/methods.py needs one record for each method file"
+    for method, record in RECORDS.items():
+        missing = [name for name in REQUIRED if not getattr(record, name)]
+        assert not missing, f"tests/methods.py: the record of {method} has to have {missing}"
 
 
 def test_common_trains_nothing():

@@ -1,0 +1,96 @@
+"""What the tests have to know of each method: one record per method file, from which they make their tables."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+VIEWS = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]  # each of four images
+PAIRS = ([(0, 1), (1, 0)], [(2, 0)])  # LoGo's: (query, key) of global crops, and of local ones
+BLUR = "--blur-p 0.5 0.5"  # JointBlur's, where a recipe does not blur
+MOCO_V2, MOCO_V3 = (0.4, 0.4, 0.4, 0.1, 0.8), (0.4, 0.4, 0.2, 0.1, 0.8)  # the jitter's strengths, its probability
+PLAIN = [("", None, MOCO_V2, ((0.1, 2.0), 0.5), 0)]  # MoCo v2's augmentation, of all views
+DRAWN = ([0.0, 1.5], [0.0, 1.0])  # by moco_jointcrop.py's loader, for two images: sigma, which is 0 for no blur, and p
+
+
+@dataclass(kw_only=True)
+class Method:
+    """Flags are parts of a command line. A record has to have the fields in REQUIRED."""
+
+    # {flags of a model: (its class, arguments besides an encoder, its width and dim; what forward takes)}
+    models: dict = field(default_factory=dict)
+    # On ImageNet: (flags, the view if it matters, jitter, blur's sigma and probability, solarize's probability)
+    augmentation: list = field(default_factory=list)
+    refused: list = field(default_factory=list)  # flags of which the last has no effect
+    processes: list = field(default_factory=list)  # flags with which several processes are compared with one
+    quick_processes: list = field(default_factory=list)  # the same; these are also tried without --slow
+    forms: list = field(default_factory=list)  # flags that choose another recipe or another form of the method
+    small: str = "resnet_mini"  # an encoder for which all recipes have to be valid, too
+    needs: str = ""  # flags without which others do not act within two steps
+    four_views: str = ""  # with these a step has four views of one size and range of areas, and all draws can be seen
+    not_shuffled: list = field(default_factory=list)  # classes of models that do not shuffle the keys
+
+
+REQUIRED = "models augmentation refused processes".split()
+RECORDS = dict(
+    moco_jointcrop=Method(
+        models={"": ("MoCo", dict(queue=8), (VIEWS,)), "--moco v3": ("MoCoV3", dict(hidden=8), (VIEWS,))},
+        augmentation=[*(("", view, MOCO_V2, DRAWN, 0) for view in range(3)),
+                      *(("--moco v3", view, MOCO_V3, DRAWN, 0.2 * (view == 1)) for view in range(3))],
+        refused=["--moco v3 --queue 9", "--moco v3 --bn-groups 4", "--milestones 0.5 --min-lr 1e-5",
+                 "--joint none --beta 1", "--joint blur --local-crops 2 --joint-pair local", "--joint-pair local",
+                 "--joint-prob 0.1", "--moco v1 --hidden 9", "--local-size 12"],
+        processes=["--bn-groups 8 --local-crops 2 --local-size 8",
+                   "--moco v3 --hidden 16 --local-crops 2 --local-size 8"],
+        forms=["--moco v1", "--moco v3", f"--joint blur {BLUR}", f"--joint either {BLUR}", "--variant released"],
+        four_views="--joint both --crop-scale 0.2 0.8 --blur-p 1 1 --local-crops 2 --local-size 16",
+        not_shuffled=["MoCoV3"]),
+    jcl=Method(
+        models={"": ("JCL", dict(queue=8), (VIEWS, 4.0))},
+        augmentation=PLAIN,
+        refused=["--num-keys 1 --lam 1", "--vanilla --lam 1", "--vanilla --lam-schedule ramp",
+                 "--arch vit_micro --bn-groups 4"],
+        processes=["--bn-groups 16 --vanilla"],
+        quick_processes=["--bn-groups 8"],
+        forms=["--variant released", "--vanilla"],
+        four_views="--num-keys 3"),
+    clim=Method(
+        models={"": ("CLIM", dict(sizes=(8, 8), queue=8), (VIEWS[:2], [0.5, 0.3], VIEWS[1:3]))},
+        augmentation=PLAIN,
+        refused=["--selection none --mix none", "--selection none --num-positives 3", "--mix none --alpha 1",
+                 "--selection none --refresh-every 3", "--selection none --clim-start 3", "--local-scale 0.1 0.2",
+                 "--selection knn --num-clusters 3", "--selection kmeans --knn-k 3", "--local-size 12"],
+        processes=["--bn-groups 8 --clim-start 0 --num-clusters 4 --selection kmeans --local-crops 2 --local-size 8",
+                   "--bn-groups 8 --clim-start 0 --selection random --mix none"],
+        quick_processes=["--bn-groups 8 --clim-start 0 --num-clusters 4 --knn-k 8 --image-size 16 12"],
+        forms=["--selection none", "--selection knn", "--image-size 24 16"],
+        needs="--clim-start 0 --num-clusters 4",  # for positives
+        four_views="--selection random --clim-start 0 --refresh-every 1"),
+    logo=Method(
+        models={"": ("MoCo", dict(pairs=PAIRS, queue=8), (VIEWS,)),
+                "--base simsiam": ("SimSiam", dict(pairs=PAIRS, hidden=8), (VIEWS,))},
+        augmentation=PLAIN,
+        refused=["--base simsiam --queue 9", "--base simsiam --bn-groups 4", "--base simsiam --momentum 0.5",
+                 "--base simsiam --temperature 1", "--local-crops 0 --pairs all", "--local-crops 0 --l2l",
+                 "--no-l2l --affinity-lr 1", "--no-l2l --lam 1", "--l2l-weighting lambda --clip-ratio 1",
+                 "--lam 1", "--hidden 9", "--layers 1", "--local-crops 0 --local-size 12"],
+        processes=["--bn-groups 8 --local-size 8", "--bn-groups 8 --local-size 8 --variant paper --lam 0.5",
+                   "--bn-groups 8 --local-size 8 --pairs all", "--bn-groups 8 --local-crops 0 --one-way",
+                   "--local-size 8 --base simsiam --hidden 16 --lam 0.5"],
+        forms=["--base simsiam", "--variant paper", "--affinity-form linear",
+               "--base simsiam --local-crops 0 --one-way"],
+        four_views="--local-size 16 --local-scale 0.2 1 --crop-scale 0.2 1",
+        not_shuffled=["SimSiam"]),
+    patchmix=Method(
+        models={"": ("PatchMix", dict(hidden=8, patch_size=4), (VIEWS,))},
+        augmentation=[("", 0, MOCO_V3, ((0.1, 2.0), 1.0), 0), ("", 1, MOCO_V3, ((0.1, 2.0), 0.1), 0.2),
+                      ("", 2, MOCO_V3, ((0.1, 2.0), 0.5), 0)],
+        refused=["--terms oto --num-mix 3", "--terms oto --mix-slices 2", "--terms mto --smoothing 0.1",
+                 "--arch resnet_mini --num-heads 4", "--arch resnet_mini --drop-path 0.1",
+                 "--key-encoder query --momentum 0.5 1", "--local-size 12", "--local-scale 0.1 0.2"],
+        processes=["--mix-slices 16 --hidden 16 --variant released --image-size 32 --local-crops 2"],
+        quick_processes=["--mix-slices 8 --num-mix 3 --hidden 16"],
+        forms=["--variant released", "--terms oto --patch-size 32"],  # unmixed images of one patch
+        small="vit_micro",
+        needs="--patch-size 4",  # for local crops
+        four_views="--local-crops 2 --local-size 16 --patch-size 4"),
+)  # fmt: skip
