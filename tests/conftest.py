@@ -20,8 +20,7 @@ pytest_plugins = ["tiny"]  # its fixtures
 torch.set_num_threads(1)  # a second one would wait for whatever else runs, and round in another way
 METHODS = [*RECORDS]
 # (method, flags): each with its own model, and then those with another one.
-EACH_MODEL = [(method, "") for method in METHODS]
-EACH_MODEL += [(method, flags) for method in METHODS for flags in RECORDS[method].models if flags]
+EACH_MODEL = [(m, "") for m in METHODS] + [(m, flags) for m in METHODS for flags in RECORDS[m].models if flags]
 VARIANTS = [(method, flags) for method in METHODS for flags in ("", *RECORDS[method].forms)]
 # timm's keywords of a ResNet for tests. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
 # convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512.

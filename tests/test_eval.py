@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import Pictures, generator
 from PIL import Image
 from test_features import slow_knn
-from tiny import evaluate, load, play, refused, save_encoder, succeed
+from tiny import evaluate, load, play, refused, succeed
 from torchvision.datasets import ImageFolder
 
 import common
@@ -25,6 +25,16 @@ CLASSES, EACH, TEST = "abc", 14, 6
 def seeded(function, *args, **options):
     torch.manual_seed(4)
     return function(*args, **options)
+
+
+def save_encoder(folder, info):
+    """Save an encoder that is no other's, as a run does. Return it."""
+    torch.manual_seed(5)  # not the seed of the untrained baseline
+    encoder = common.build_backbone(info)
+    encoder(torch.randn(8, 3, info["image_size"], info["image_size"]))  # so batch norm has statistics
+    folder.mkdir(parents=True)
+    torch.save(info | {"state_dict": encoder.state_dict()}, folder / "backbone.pt")
+    return encoder.eval()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import METHODS, ROOT, unit
 from PIL import Image
-from tiny import run, save_encoder
+from test_eval import save_encoder
+from tiny import run
 from torchvision.transforms import RandomResizedCrop, functional
 
 import common

@@ -5,7 +5,6 @@ departures of the released code are put in here, with their numbers. Then all lo
 """
 
 import functools
-import importlib
 import itertools
 import math
 import os
@@ -18,7 +17,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ROOT, Blank, slow_but
+from conftest import MODULES, ROOT, Blank, slow_but
 from global_batch_norm import synchronize
 
 import common
@@ -247,7 +246,7 @@ OTHER_PASSES = {
 def train(out, run, flags):
     """Train as a run of the authors' code was made. Return the losses of the steps."""
     (s, d), (method, *flags) = load_golden(run), flags.split()
-    module = importlib.import_module(method)
+    module = MODULES[method]
     with pytest.MonkeyPatch.context() as patch:
         losses = follow(patch, module, method, run, s, d)
         args = module.parse_args([*flags_of(method, s), *flags, "--out", str(out)])

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -76,19 +75,6 @@ def begun(_tiny, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def ended(begun, tmp_path_factory):
-    """A function: method -> a copy of its run in `begun` that was resumed without a fault, made once."""
-
-    @functools.cache
-    def folder(method):
-        out = shutil.copytree(begun(method), tmp_path_factory.mktemp(method) / "run")
-        run(method, out, "--knn-every", 0)
-        return out
-
-    return folder
-
-
 def refused(capsys, call, *args, **options):
     """Make a call that raises a UsageError, or exits with status 2. Return the message, which is one line."""
     capsys.readouterr()
@@ -117,16 +103,6 @@ def write_tree(root, folders, count=3, size=(12, 10)):
         for i in range(n):
             Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(root / folder / f"{i}.png")
     return root
-
-
-def save_encoder(folder, info):
-    """Save an encoder as a run does, that is no other's. Return it."""
-    torch.manual_seed(5)  # not the seed of the untrained baseline
-    encoder = common.build_backbone(info)
-    encoder(torch.randn(8, 3, info["image_size"], info["image_size"]))  # so batch norm has statistics
-    folder.mkdir(parents=True)
-    torch.save(info | {"state_dict": encoder.state_dict()}, folder / "backbone.pt")
-    return encoder.eval()
 
 
 # ------------------------------------------------------------------ comparing
@@ -211,11 +187,10 @@ def strike(patch, moment, end=Mock(side_effect=KeyboardInterrupt)):
 
 def life(script, argv, moment=""):
     """Run a script in this process; Ctrl-C ends it at a moment (see `strike`). Return (exit status, what it prints)."""
-    module = importlib.import_module(script)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         strike(patch, moment)
         try:
-            common.start(module.main, lambda: module.parse_args([*map(str, argv)]))
+            play(script, argv)
         except SystemExit as stop:
             return stop.code, said.getvalue()
     return 0, said.getvalue()
