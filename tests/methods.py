@@ -27,6 +27,8 @@ class Method:
     small: str = "resnet_mini"  # an encoder for which all recipes have to be valid, too
     needs: str = ""  # flags without which others do not act within two steps
     four_views: str = ""  # with these a step has four views of one size and range of areas, and all draws can be seen
+    evaluated: str = "query"  # the encoder in backbone.pt
+    interpolation: str = "bilinear"  # of its images
     not_shuffled: list = field(default_factory=list)  # classes of models that do not shuffle the keys
 
 
@@ -91,6 +93,8 @@ RECORDS = dict(
         quick_processes=["--mix-slices 8 --num-mix 3 --hidden 16"],
         forms=["--variant released", "--terms oto --patch-size 32"],  # unmixed images of one patch
         small="vit_micro",
+        evaluated="momentum",
+        interpolation="bicubic",
         needs="--patch-size 4",  # for local crops
         four_views="--local-crops 2 --local-size 16 --patch-size 4"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import test_eval
 import timm
 import torch
 import torchvision
-from conftest import EACH_MODEL, slow_but
+from conftest import EACH_MODEL, WITH_MIN_LR, slow_but
 from safetensors.torch import save_file
 from tiny import FLAGS, epochs_of, evaluate, life, load, refused, run
 
@@ -170,7 +170,7 @@ def test_training_starts_from_init_and_is_resumed(method, variant, _tiny, tmp_pa
     query, momentum = (make_encoder("resnet_nano", 16) for _ in range(2))
     path, out = tmp_path / "moco.pth", tmp_path / "run"
     torch.save({"state_dict": under("encoder_q.", query) | under("encoder_k.", momentum)}, path)
-    flags = [*variant.split(), "--arch", "resnet_nano", "--lr", 1e-9, *["--min-lr", 0] * (method == "patchmix")]
+    flags = [*variant.split(), "--arch", "resnet_nano", "--lr", 1e-9, *["--min-lr", 0] * (method in WITH_MIN_LR)]
     flags += ["--init", path, "--init-prefix", "encoder_q."]
     assert life(method, [*FLAGS, *flags, "--out", out], "step 6")[0] == 130
     saved = load(out / "last.pt")["model"]

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from conftest import JCL_AT_ONCE, METHODS, Blank, slow_but
+from methods import RECORDS
 from tiny import evaluate, load, records, refused, run, unequal
 from torch import nn
 
@@ -41,9 +42,9 @@ def test_a_runs_folder(line, tmp_path, capsys):
         assert r["images_per_s"] > 0 and r["grad_norm"] > 0 and r["lr"] > 0 and 0 < r["std"] < 1.1
         assert 1 <= r["rank"] <= 16 and np.isfinite([*r.values()]).all()
     assert evaluate(eval_knn, tmp_path, "--k", 20)["encoder"]["knn20_top1"] == found[-1]["knn20_top1"]
-    saved, encoder = load(tmp_path / "backbone.pt"), "momentum" if line == "patchmix" else "query"
+    saved, encoder = load(tmp_path / "backbone.pt"), "query" if flags else RECORDS[method].evaluated
     assert (saved["stem"], saved["method"], saved["encoder"]) == ("timm", method, encoder)
-    assert saved["interpolation"] == ("bicubic" if method == "patchmix" else "bilinear")
+    assert saved["interpolation"] == RECORDS[method].interpolation
     for path, asked in (tmp_path, None), (tmp_path / "last.pt", None), (tmp_path / "last.pt", "query"):  # it has both
         network, info = common.load_backbone(path, asked)
         assert info["encoder"] == (asked or encoder) and not network.training

@@ -91,10 +91,10 @@ def test_a_model_works_within_autocast(method, kind, arguments, given, monkeypat
 def test_a_method_has_a_record_with_what_each_table_needs():
     """Or these tests would leave it out without notice."""
     files = {name.removesuffix(".py") for name, text in SOURCES.items() if "\ndef augment(" in text}
-    assert files == RECORDS.keys(), "tests/methods.py needs a record of each method file"
+    assert files == RECORDS.keys(), f"tests/methods.py lacks the record of {files - RECORDS.keys()}"
     for method, record in RECORDS.items():
         missing = [name for name in REQUIRED if not getattr(record, name)]
-        assert not missing, f"tests/methods.py: the record of {method} lacks {missing}"
+        assert not missing, f"the record of {method} in tests/methods.py lacks {missing}"
 
 
 def test_common_trains_nothing():

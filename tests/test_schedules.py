@@ -57,10 +57,10 @@ def test_learning_rates_of_the_recipes(module, flags, peak, last):
 @pytest.mark.parametrize("method, flags", slow_but(EACH_MODEL[3:], EACH_MODEL))
 def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeypatch, request):
     given, momenta, simsiam = {}, [], flags == "--base simsiam"
-    flags += " --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay 0.02" + " 0.2" * (method == "patchmix")
-    flags += " --min-lr 0.01" * (method in WITH_MIN_LR) + " --momentum 0.9" * (not simsiam)
-    final = 1 if isinstance(module.parse_args([]).momentum, list) else 0.9
-    flags += " 1" * (final == 1)
+    moves = {name for name, default in vars(module.parse_args([])).items() if isinstance(default, list)}
+    flags += " --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay 0.02" + " 0.2" * ("weight_decay" in moves)
+    flags += " --momentum 0.9" * (not simsiam) + " 1" * ("momentum" in moves)
+    flags += " --min-lr 0.01" * (method in WITH_MIN_LR)
     flags += {"clim": " --clim-start 0", "moco_jointcrop": " --arch resnet_nano"}.get(method, "")
     for model in [kind for kind in vars(module).values() if isinstance(kind, type) and "update" in vars(kind)]:
         monkeypatch.setattr(model, "update", lambda self, m, move=model.update: (momenta.append(m), move(self, m)))
@@ -73,8 +73,8 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
     tiny.run(method, tmp_path, *flags.split())
     args, steps = module.parse_args([*tiny.FLAGS, *flags.split()]), np.arange(2 * tiny.STEPS) / (2 * tiny.STEPS)
     lr, none = [module.learning_rate(args, 2 * done) for done in steps], 0 * steps
-    decays = np.ravel(args.weight_decay)  # initial and final
-    decay = [between(decays[0], decays[-1], done) for done in steps]
+    first_and_last = [np.ravel(value)[[0, -1]] for value in (args.weight_decay, args.momentum or 0)]
+    decay, momentum = ([between(*pair, done) for done in steps] for pair in first_and_last)
     groups = len([*given.values()][-1][0]) // 2
     expected = [[lr, none] * (groups - 1) + [lr, decay]]  # of two groups the first has no decay
     if method == "logo":  # the affinity moves first, by the peak, and then the encoder by its second optimizer
@@ -82,8 +82,7 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
         expected = [[affinity, decay], *([] if simsiam else [[lr, none]]), *expected]
     for ours, theirs in zip(given.values(), expected, strict=True):
         np.testing.assert_allclose(np.transpose(ours), theirs, rtol=1e-12)
-    expected = [] if simsiam else [between(0.9, final, done) for done in steps]  # SimSiam has no momentum encoder
-    assert momenta == pytest.approx(expected, rel=1e-12)
+    assert momenta == ([] if simsiam else pytest.approx(momentum, rel=1e-12))  # SimSiam has no momentum encoder
     *_, last = tiny.records(tmp_path)
     assert last["lr"] == lr[-1] and last.get("momentum") in (None, *momenta[-1:])
 
