@@ -14,7 +14,7 @@ DRAWN = ([0.0, 1.5], [0.0, 1.0])  # by moco_jointcrop.py's loader, for two image
 
 @dataclass(kw_only=True)
 class Method:
-    """Flags are parts of a command line. A record has to have the fields in REQUIRED."""
+    """Flags are parts of a command line. Each record has to have the fields in REQUIRED."""
 
     # {flags of a model: (its class, arguments besides an encoder, its width and dim; what forward takes)}
     models: dict = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Method:
     processes: list = field(default_factory=list)  # flags with which several processes are compared with one
     quick_processes: list = field(default_factory=list)  # the same; these are also tried without --slow
     forms: list = field(default_factory=list)  # flags that choose another recipe or another form of the method
-    small: str = "resnet_mini"  # an encoder for which all recipes have to be valid, too
+    small: str = "resnet_mini"  # a small encoder of the kind that it trains, or vit_micro
     needs: str = ""  # flags without which others do not act within two steps
     four_views: str = ""  # with these a step has four views of one size and range of areas, and all draws can be seen
     evaluated: str = "query"  # the encoder in backbone.pt

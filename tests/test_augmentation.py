@@ -15,7 +15,7 @@ from tiny import run
 import common
 
 ADJUST = ("brightness", "contrast", "saturation", "hue")
-OPERATIONS = {  # name: (the operation, of one strength for all images that it draws; torchvision's)
+OPERATIONS = {  # name: (ours, of images and the share that it changes, all alike; torchvision's, of all images)
     "horizontal_flip": (common.horizontal_flip, TF.horizontal_flip),
     "grayscale": (common.grayscale, lambda x: TF.rgb_to_grayscale(x, 3)),
     "solarize": (common.solarize, lambda x: TF.solarize(x, 0.5)),
@@ -141,7 +141,7 @@ ON_IMAGENET = [(method, *row) for method, record in RECORDS.items() for row in r
 def test_augment_calls_the_operations_of_the_paper(method, module, flags, view, jitter, blur, solarize_p, calls):
     """In its order and with its values. Each takes what the one before returns, and the result is normalized."""
     x, args = (noise(2, 4, 4) * 256).byte(), module.parse_args(["--dataset", "imagenet", *flags.split()])
-    more = [] if view is None else [view] + [torch.tensor(DRAWN[0])] * (blur == DRAWN)
+    more = [] if view is None else [view, torch.tensor(DRAWN[0])] if blur == DRAWN else [view]  # as main passes them
     y = module.augment(x, args, *more)
     expected = [("horizontal_flip", 0.5), ("color_jitter", *jitter), ("grayscale", 0.2), ("gaussian_blur", *blur)]
     assert calls == expected + [("solarize", solarize_p, 0.5)] * (solarize_p > 0)
@@ -164,7 +164,7 @@ class Same(Blank):
 def draws_of(method, out, *flags, rank=0):
     """Train for two epochs of two steps, as one of two processes. Return what each call of `augment` gets and draws.
 
-    It is [images' numbers, crops, colors, sigmas], the latter as bytes per image; colors of one image, all jittered.
+    It is [numbers, crops, colors, sigmas if any] of its images, in bytes but for numbers; colors of one picture, jittered.
     """
     module, made, views = MODULES[method], [], []
     augment, jitter, x = module.augment, common.color_jitter, (noise(1, 16, 16) * 256).byte()

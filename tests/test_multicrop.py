@@ -16,14 +16,14 @@ import moco_jointcrop
 JOINTCROP = "--local-crops 4 --joint-pair both"
 
 
-@pytest.mark.parametrize("method, flags, small, of_large, of_small", [
+@pytest.mark.parametrize("method, flags, small_crops, large_areas, small_areas", [
     ("patchmix", "--variant released", 8, (0.35, 1.0), (0.05, 0.35)),
     ("moco_jointcrop", JOINTCROP, 4, (0.2, 1.0), (0.05, 0.4)),
     ("logo", "", 2, (0.4, 1.0), (0.08, 0.4)),
     pytest.param("logo", "--pairs all", 2, (0.3, 1.0), (0.05, 0.3), marks=pytest.mark.slow),
     pytest.param("clim", "--local-crops 2", 2, (0.2, 1.0), (0.05, 0.14), marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_crops_on_imagenet(module, flags, small, of_large, of_small, monkeypatch):
+def test_crops_on_imagenet(module, flags, small_crops, large_areas, small_areas, monkeypatch):
     """Two large crops and some small ones: sizes and areas, as --show-views gets them, without colors."""
     row, column = np.indices((256, 256), np.uint8)
     image = Image.fromarray(np.stack([column, row, row], 2))  # slopes of 1, which tell a crop's size
@@ -33,8 +33,8 @@ def test_crops_on_imagenet(module, flags, small, of_large, of_small, monkeypatch
     words = f"--dataset imagenet --batch-size 96 --device cpu --workers 0 --show-views x.png {flags}"
     module.main(module.parse_args(words.split()), train=[(image, 0)] * 96)
     views = [view for view, name in zip(views, names, strict=True) if not re.search("mixed|positive", name)]
-    assert [view.shape[-1] for view in views] == [224] * 2 + [96] * small
-    for crops, (low, high) in ((views[:2], of_large), (views[2:], of_small)):
+    assert [view.shape[-1] for view in views] == [224] * 2 + [96] * small_crops
+    for crops, (low, high) in ((views[:2], large_areas), (views[2:], small_areas)):
         x = torch.cat(crops).double()
         quarter = x.shape[-1] // 4  # the middle half, because borders are interpolated in another way
         width = (x[:, 0, 0, 3 * quarter] - x[:, 0, 0, quarter]) * 2

@@ -40,8 +40,8 @@ def seeded(function, per_process=False):
     return call
 
 
-def process(folder, cases):
-    """Train in one of several processes, in float64, so that a difference is an error and not rounding."""
+def train_each(folder, cases):
+    """Train all cases, as one of several processes. In float64, so that a difference is an error and not rounding."""
     common.ARCHS["nano"] = ("resnet18", dict(NANO, zero_init_last=False))
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
@@ -70,8 +70,8 @@ def process(folder, cases):
         module.main(args, train=common.Patterns(96, 16, seed=0))  # three steps
 
 
-def load(out):
-    """Return all that a run has saved, as {path: tensor}, and the means of its epoch."""
+def outcome(out):
+    """Return all tensors that a run has saved, {name: tensor}, and the means of its only epoch, {name: number}."""
     saved = tiny.load(out / "last.pt")
     (epoch,) = saved["records"]
     record = {name: value for name, value in epoch.items() if name not in tiny.TIMING}
@@ -85,7 +85,7 @@ def runs_of(request, tmp_path_factory):
     @functools.cache
     def folder(world):
         folder, cases = tmp_path_factory.mktemp("runs"), CASES if request.config.getoption("--slow") else QUICK
-        tiny.succeed(folder / "log", process, [(str(folder), cases)] * world, seconds=900)
+        tiny.succeed(folder / "log", train_each, [(str(folder), cases)] * world, seconds=900)
         return folder
 
     return folder
@@ -95,7 +95,7 @@ def runs_of(request, tmp_path_factory):
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_processes_compute_what_one_computes(runs_of, world, case):
     """The loss, gradients (in the optimizer's state), weights, statistics, queue and positives."""
-    (one, means), (several, others) = (load(runs_of(n) / str(CASES.index(case))) for n in (1, world))
+    (one, means), (several, others) = (outcome(runs_of(n) / str(CASES.index(case))) for n in (1, world))
     assert others == pytest.approx(means, rel=1e-7, abs=1e-9)
     assert others["loss"] == pytest.approx(means["loss"], rel=1e-9)
     torch.testing.assert_close(several, one, rtol=1e-9, atol=1e-9)
@@ -145,7 +145,7 @@ def test_batch_norm_groups_leave_an_encoder_its_function(norm, has_groups):
     assert isinstance(split[0], jcl.SplitBatchNorm) == has_groups
 
 
-@pytest.mark.parametrize("parts, world, each", [  # each None: not equal parts of two images or more, as many on each
+@pytest.mark.parametrize("parts, world, each", [  # each: parts of a process; None: unequal, or single images
     (2, 1, 2), (8, 4, 2), (2, 6, 1), (1, 1, 1), (5, 1, None), (24, 1, None), (3, 2, None), (1, 5, None), (1, 16, None)
 ])  # fmt: skip
 def test_parts_of_24_images_are_as_given_and_one_per_process_at_least(parts, world, each, capsys):

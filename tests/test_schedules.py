@@ -57,9 +57,9 @@ def test_learning_rates_of_the_recipes(module, flags, peak, last):
 @pytest.mark.parametrize("method, flags", slow_but(EACH_MODEL[3:], EACH_MODEL))
 def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeypatch, request):
     given, momenta, simsiam = {}, [], flags == "--base simsiam"
-    moves = {name for name, default in vars(module.parse_args([])).items() if isinstance(default, list)}
-    flags += " --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay 0.02" + " 0.2" * ("weight_decay" in moves)
-    flags += " --momentum 0.9" * (not simsiam) + " 1" * ("momentum" in moves)
+    scheduled = {name for name, default in vars(module.parse_args([])).items() if isinstance(default, list)}
+    flags += " --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay 0.02" + " 0.2" * ("weight_decay" in scheduled)
+    flags += " --momentum 0.9" * (not simsiam) + " 1" * ("momentum" in scheduled)
     flags += " --min-lr 0.01" * (method in WITH_MIN_LR)
     flags += {"clim": " --clim-start 0", "moco_jointcrop": " --arch resnet_nano"}.get(method, "")
     for model in [kind for kind in vars(module).values() if isinstance(kind, type) and "update" in vars(kind)]:
