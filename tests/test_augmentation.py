@@ -164,7 +164,7 @@ class Same(Blank):
 def draws_of(method, out, *flags, rank=0):
     """Train for two epochs of two steps, as one of two processes. Return what each call of `augment` gets and draws.
 
-    It is [numbers, crops, colors, sigmas if any] of its images, in bytes but for numbers; colors of one picture, jittered.
+    It is [numbers, crops, colors, sigmas if any] of its images, bytes but for numbers; colors of one picture, jittered.
     """
     module, made, views = MODULES[method], [], []
     augment, jitter, x = module.augment, common.color_jitter, (noise(1, 16, 16) * 256).byte()
