@@ -119,7 +119,7 @@ class Subset(torch.utils.data.Subset):
 
     def __init__(self, dataset, indices):
         super().__init__(dataset, indices)
-        self.targets, self.classes = np.asarray(dataset.targets, np.int64)[indices], dataset.classes
+        self.targets, self.classes = labels_of(dataset)[indices], dataset.classes
 
     @property
     def samples(self):
@@ -127,15 +127,20 @@ class Subset(torch.utils.data.Subset):
         return [samples[i] for i in self.indices]
 
 
+def labels_of(dataset):
+    """Return the labels of a dataset, its `targets`, as an array (n,) int64. It is empty for None and for lists."""
+    return np.asarray(getattr(dataset, "targets", ()), np.int64)
+
+
 def with_labels(dataset):
     """Return the subset of the images that have a label."""
-    rows = np.flatnonzero(np.asarray(dataset.targets) >= 0)
+    rows = np.flatnonzero(labels_of(dataset) >= 0)
     return dataset if len(rows) == len(dataset) else Subset(dataset, rows.tolist())
 
 
 def has_labels(dataset):
-    """Whether a dataset has `targets` with at least one label. False for None and for lists."""
-    return np.asarray(getattr(dataset, "targets", ())).max(initial=-1) >= 0
+    """Whether at least one image of a dataset has a label."""
+    return labels_of(dataset).max(initial=-1) >= 0
 
 
 def describe(dataset):
@@ -147,7 +152,7 @@ def describe(dataset):
 def fingerprint(dataset):
     """Return the numbers of images and classes, and a hash of labels and relative file names, but not of pixels."""
     digest = hashlib.sha256(f"{len(dataset)} images".encode())
-    digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
+    digest.update(labels_of(dataset).tobytes())
     if isinstance(dataset, ImageFiles):
         digest.update(b"\0".join(dataset.names.tolist()))
     elif isinstance(dataset, torch.utils.data.Subset):
@@ -296,7 +301,8 @@ def compare_classes(train, test):
     """Return "" if both datasets have labels of the same classes, two or more, in the same order; else what differs."""
     one, two = ([*getattr(images, "classes", ())] for images in (train, test))
     if has_labels(train) and has_labels(test) and len(one) > 1 and one == two:
-        return ""
+        highest = max(labels_of(train).max(), labels_of(test).max())
+        return "" if highest < len(one) else f"the labels of {len(one)} classes start at 0, so {highest} is none"
     differ = ascii(sorted({*map(str, one)} ^ {*map(str, two)})[:3])  # ascii: letters that look alike may differ
     what = f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}"
     return f"training and test images need labels of the same classes, at least two, in the same order ({what})"
@@ -367,9 +373,9 @@ class Patterns(Dataset):
 
 
 class Views(Dataset):
-    """Views of the images of a dataset, with items ([uint8 (3, H, W), ...], label).
+    """Views of the images of a dataset, with items ([uint8 (3, H, W), ...], index).
 
-    images: a dataset with items (PIL image, label). transforms: functions, RGB PIL image -> PIL image or list of them.
+    images: a dataset with items (PIL image, ...). transforms: functions, RGB PIL image -> PIL image or list of them.
     """
 
     def __init__(self, images, transforms):
@@ -379,13 +385,12 @@ class Views(Dataset):
         return len(self.images)
 
     def __getitem__(self, index):
-        image, label = self.images[index]
-        image = to_rgb(image)  # first, because Pillow resizes images with a palette or alpha differently
+        image = to_rgb(self.images[index][0])  # first, as Pillow resizes images with a palette or alpha differently
         views = []
         for transform in self.transforms:
             view = transform(image)
             views += view if isinstance(view, list) else [view]
-        return [to_tensor(view) for view in views], label
+        return [to_tensor(view) for view in views], index
 
 
 def to_tensor(image):
@@ -648,8 +653,7 @@ def load_backbone(path, encoder=None):
     weights = info.pop("state_dict", None) or encoder_weights(saved.get("model", {}), info["encoder"])
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # backbone.pt has no paths, and may lie alone
-        info["data_dir"] = json.loads(path.with_name("config.json").read_text()).get("data_dir")
+    info["data_dir"] = saved_data_dir(path.parent) or info.get("data_dir")  # today's backbone.pt has no paths
     if not timm.is_model(info["timm_name"]):
         raise UsageError(f"{path}: {info['timm_name']} is not registered with timm: call eval_knn.main where it is")
     backbone = build_backbone(info)
@@ -731,7 +735,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
     features, encoder = None, copy.deepcopy(encoder).eval()
     for i, ((batch,), _) in enumerate(loader):
-        x = normalize(batch.to(device, non_blocking=True).float() / 255, info["mean"], info["std"])
+        x = normalize(batch.to(device, non_blocking=True) / 255, info["mean"], info["std"])
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             part = encoder(x).flatten(1).float().cpu()
         features = part.new_empty(len(crops), part.shape[1]) if features is None else features
@@ -772,7 +776,7 @@ def knn_monitor(encoder, info, train, test, device, workers, amp=False, batch_si
     train, test = with_labels(train), with_labels(test)
     train_x = extract_features(encoder, train, info, device, batch_size, workers, amp, whole=False)
     test_x = extract_features(encoder, test, info, device, batch_size, workers, amp)
-    train_y, test_y = local_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
+    train_y, test_y = local_rows(torch.from_numpy(labels_of(train))), torch.from_numpy(labels_of(test))
     predicted = knn_predict(train_x.to(device), train_y, test_x.to(device), k, temperature, len(train.classes))
     accuracy = 100 * (predicted == test_y).double().mean(1)
     return {f"knn{count}_top1": percent for count, percent in zip(k, accuracy.tolist(), strict=True)}
@@ -1102,7 +1106,7 @@ def add_evaluation_arguments(parser):
     add = parser.add_argument_group("what is evaluated").add_argument
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
     add("--dataset", choices=DATASETS, help="if None, the dataset that the encoder was trained on")
-    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder of the dataset; if None, that used in training")
+    add("--data-dir", type=os.path.abspath, metavar="DIR", help="its folder; without --dataset, that used in training")
     add("--encoder", choices=("query", "momentum"), help="if None, the encoder that the paper evaluates")
     add("--no-baselines", action="store_true", help="do not evaluate raw pixels and the untrained encoder")
     add_shared_arguments(parser, add)
@@ -1136,7 +1140,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
     add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: never")
     add("--knn-every", type=nonnegative_int, metavar="N", help="evaluate by kNN every N epochs; 0: never")
-    add("--show-views", metavar="FILE.png", help="write a picture of the views, and exit")
+    add("--show-views", type=os.path.abspath, metavar="FILE.png", help="write a picture of the views, and exit")
     add_shared_arguments(parser, add)
     add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
 
@@ -1209,11 +1213,12 @@ def write_file(path, write):
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
     files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
-    names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed during its first save
+    # A run that was killed during its first save has config.json, perhaps the others, and at most one epoch
+    names = ("config.json", "backbone.pt", "metrics.jsonl", "epoch-0001.pt")
+    epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
+    is_encoder = "backbone.pt" in files and ("config.json" not in files or epochs > 1)  # somebody's, without last.pt
     temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
-    # Such a run has config.json. A backbone.pt without one is somebody's encoder
-    is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
-    if "last.pt" not in files and not is_begun:
+    if "last.pt" not in files and (is_encoder or {*files} - {*temporary, *names}):
         raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
     for file in temporary:  # of a save that was killed
         os.unlink(os.path.join(out, file))
@@ -1257,6 +1262,12 @@ def open_run(args, train, state, derived):
     return config, records
 
 
+def saved_data_dir(folder):
+    """Return the folder of the images of the run in `folder`. It is None for own datasets, or without a config.json."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return json.loads(Path(folder, "config.json").read_text()).get("data_dir")
+
+
 def load_run(path, args, config, state):
     """Load a run's last.pt into `state`, in place, and return its records. For the parameters see `open_run`."""
     saved = load_checkpoint(path)
@@ -1268,6 +1279,8 @@ def load_run(path, args, config, state):
     if differences and not resumes_other:
         what = f"{args.out} is a run with other values ({'; '.join(differences)})"
         raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
+    if not resumes_other and (before := saved_data_dir(args.out)) not in (None, args.data_dir):
+        log(f"images: from {before} before, from {args.data_dir} now, with the same names and labels")
     if resumes_other and len(records) >= args.epochs:
         raise UsageError(f"{path} already has {len(records)} epochs: pass a larger --epochs")
     try:
@@ -1281,12 +1294,11 @@ def load_run(path, args, config, state):
     except (KeyError, RuntimeError, ValueError) as error:
         reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()[:200]]  # names a tensor
         raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
-    if len(records) < args.epochs:
-        log("; ".join([f"resumed from {path}, after epoch {len(records)}", *differences]))
-        world = rank_and_world()[1]
-        if saved.get("processes") != world:
-            why = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
-            log(f"processes: {saved.get('processes')} before, {world} now: {why}")
+    log("; ".join([f"resumed from {path}, after epoch {len(records)}", *differences]))
+    world = rank_and_world()[1]
+    if saved.get("processes") != world and len(records) < args.epochs:
+        why = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
+        log(f"processes: {saved.get('processes')} before, {world} now: {why}")
     return records
 
 
@@ -1308,6 +1320,6 @@ def save_run(out, config, info, state, records, keep_every=0):
         write_file(os.path.join(out, "backbone.pt"), lambda file: torch.save(backbone, file))
     lines = "".join(json.dumps(record) + "\n" for record in records)
     write_file(os.path.join(out, "metrics.jsonl"), lambda file: file.write(lines.encode()))
-    write_file(os.path.join(out, "last.pt"), lambda file: torch.save(last, file))
     if keep_every and len(records) % keep_every == 0:
         write_file(os.path.join(out, f"epoch-{len(records):04d}.pt"), lambda file: torch.save(last, file))
+    write_file(os.path.join(out, "last.pt"), lambda file: torch.save(last, file))

@@ -32,10 +32,10 @@ def parse_args(argv=None):
     add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbors")
     add("--temperature", type=common.positive_float, default=0.07, help="temperature of the votes")
     add("--batch-size", type=common.positive_int, default=256, help="batch size per process")
-    add("--dump", metavar="FILE.npz", help="write features, labels and paths for numpy.load, and exit")
+    add("--dump", type=os.path.abspath, metavar="FILE.npz", help="write features, labels and paths, and exit")
     args = parser.parse_args(argv)
-    if args.dump and os.path.exists(args.dump):
-        parser.error(f"--dump: {args.dump} already exists")
+    if args.dump and (os.path.exists(args.dump) or not os.access(os.path.dirname(args.dump), os.W_OK)):
+        parser.error(f"--dump: {args.dump} already exists, or cannot be written")
     return args
 
 
@@ -56,7 +56,8 @@ def main(args, train=None, test=None):
             if images is not None:
                 x = common.extract_features(encoder.to(device), images, info, device, whole=False, **options)
                 arrays[f"{part}_features"] = common.gather_rows(x, to_first=True)
-                arrays[f"{part}_labels"] = np.array(getattr(images, "targets", [-1] * len(images)))
+                labels = common.labels_of(images)
+                arrays[f"{part}_labels"] = labels if len(labels) else np.full(len(images), -1)
             if hasattr(images, "samples"):
                 arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
         common.write_file(args.dump, lambda file: np.savez(file, **arrays))

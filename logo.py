@@ -97,7 +97,8 @@ def parse_args(argv=None):
     of_moco = ["queue", "temperature", "momentum", "bn_groups"]
     common.refuse(parser, args, args.base == "simsiam", of_moco, "with --base simsiam")
     common.refuse(parser, args, args.base == "moco", ["layers", "hidden"], "without --base simsiam")
-    common.refuse(parser, args, args.local_crops == 0, ["pairs", "l2l"], "with --local-crops 0")
+    common.refuse(parser, args, args.local_crops == 0, ["pairs", "l2l", "variant"], "with --local-crops 0")
+    common.refuse(parser, args, args.pairs == "all", ["variant"], "with --pairs all")
     of_l_ll = ["l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"]
     common.refuse(parser, args, not args.l2l, of_l_ll, "without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
     common.refuse(parser, args, args.l2l_weighting == "lambda", ["clip_ratio"], "without --l2l-weighting clip")

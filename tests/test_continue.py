@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -60,13 +61,15 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, sc
 def test_ended_at_each_moment_in_turn(straight, tmp_path):
     """The n-th start ends at its n-th step, write, flush, renaming or kNN, until one lasts. last.pt is always whole."""
     for number in itertools.count(1):
-        status, said = life("jcl", [*JCL, "--out", tmp_path], f"anything {number}")
+        status, said = life("jcl", [*JCL, "--keep-every", "1", "--out", tmp_path], f"anything {number}")
         if status == 0:
             break
         assert status == 130 and epochs_of(tmp_path) in (None, 1, 2, 3), said
         (tmp_path / "last.pt.elsewhere.1.tmp").write_bytes(b"half")  # another host's, which is removed, too
     assert number > 15 and not list(tmp_path.glob("*.tmp"))  # all moments of the first save, at least
-    assert_same_run(straight(), tmp_path, [r["epoch"] for r in records(tmp_path) if "knn20_top1" not in r])
+    assert_same_run(
+        straight("jcl --keep-every 1"), tmp_path, [r["epoch"] for r in records(tmp_path) if "knn20_top1" not in r]
+    )
 
 
 def lives(out, method, world, moment=""):
@@ -204,7 +207,9 @@ def test_images_may_move_but_not_change(here, capsys):
     assert life("jcl", [*words, "one/data"], "step 2")[0] == 130
     os.rename("one/data", "moved")
     (out,) = (here / "runs").iterdir()
-    assert life("jcl", [*words, "moved", "--out", out])[0] == 0 and epochs_of(out) == 2
+    status, said = life("jcl", [*words, "moved", "--out", out])
+    assert status == 0 and epochs_of(out) == 2
+    assert re.search(r"images: from .*/one/data before, from .*/moved now", said)
     before, resume, epochs = contents(out), ["--resume", out / "last.pt"], ["--out", out, "--epochs", 24]
     for more, changed in ([], "images was"), (resume, "images was"), (epochs, "epochs was 2, is 24"):
         line = refused(capsys, tiny.play, "jcl", [*words, "two/data", *more])

@@ -128,13 +128,28 @@ def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, here):
     assert all(map(np.array_equal, before, after))
 
 
-@pytest.mark.parametrize("script, flags", [(eval_knn, ["--k", 3]), (eval_linear, ["--epochs", 2])])
-def test_own_data_give_the_scores_of_the_same_folder(script, flags, places):
-    """Images without a label, -1, do not count."""
+class Alone(Pictures):
+    """Images as a dataset whose items have no labels. Its targets have."""
+
+    def __getitem__(self, i):
+        return (super().__getitem__(i)[0],)
+
+
+@pytest.mark.parametrize("script, flags", [
+    (eval_knn, ["--k", 3]), (eval_linear, ["--epochs", 2]),
+    (eval_linear, "--protocol moco --epochs 2 --batch-size 16".split()),
+])  # fmt: skip
+def test_own_data_give_the_scores_of_the_same_folder(script, flags, places, here):
+    """Images without a label, -1, do not count. Labels are the targets, of any integers, and not those of items."""
     own = dict(train=pictures(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
-    for images in own.values():
-        images.array, images.targets = np.concatenate([images.array, images.array[:5]]), [*images.targets, *[-1] * 5]
-    assert evaluate(script, places["VIT"], *flags, **own) == evaluate(script, places["VIT"], *flags)
+    for part, images in own.items():
+        array, targets = np.concatenate([images.array, images.array[:5]]), np.int8([*images.targets, *[-1] * 5])
+        own[part] = Alone(array, targets, images.classes)
+    outs = [["--out", here / name] * ("--protocol" in flags) for name in ("own", "folder")]
+    found = evaluate(script, places["VIT"], *flags, *outs[0], **own)
+    assert found == evaluate(script, places["VIT"], *flags, *outs[1])
+    own["test"].array = 255 - own["test"].array  # its labels are the same, but a finished run is not its scores
+    assert found != evaluate(script, places["VIT"], *flags, *outs[0], **own)
 
 
 def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, capsys):

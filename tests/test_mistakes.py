@@ -33,6 +33,8 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--show-views views.jpg", "views.jpg"),
     (METHODS, "--out busy", "thesis.txt"),
     (["jcl"], "--out encoder", "backbone.pt"),  # without config.json: not of a run
+    (["jcl"], "--out kept", "backbone.pt"),  # of two epochs: its last.pt was deleted
+    (["jcl"], "--show-views=", "--show-views"),  # of a shell variable that is not set
     (METHODS, "--out notes.txt", "notes.txt"),
     (["moco_jointcrop"], "--moco v3", "ViT"),
     (["moco_jointcrop"], "--variant released --joint blur", "--variant released"),
@@ -53,7 +55,9 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (EVALUATIONS, "begun --encoder momentum --dataset cifar10 --data-dir images", "classes"),
     (["eval_linear"], "begun --finetune --protocol moco", "--finetune"),
     (["eval_linear"], "begun --label-fraction 0.1 --label-files notes.txt", "--label-files"),
+    (["eval_linear"], "begun --label-files=", "--label-files"),
     (["eval_linear"], "begun --protocol moco", "68 images"),
+    (["eval_knn"], "begun --dump missing/features.npz", "--dump"),  # said before the features are computed
     (["eval_knn"], "begun --temperature 0", "--temperature"),
 ]
 
@@ -61,10 +65,12 @@ MISTAKES = [  # scripts, flags, what the line has to name
 @pytest.fixture
 def place(begun, here):
     """A working folder with good and bad things in it."""
-    for folder in ("busy", "encoder"):
+    for folder in ("busy", "encoder", "kept"):
         (here / folder).mkdir()
-    for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp", "encoder/backbone.pt"):
+    for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp", "encoder/backbone.pt", "kept/backbone.pt"):
         (here / name).write_text("neither a checkpoint nor an image")
+    for name in ("config.json", "metrics.jsonl"):
+        (here / "kept" / name).write_text("{}\n{}\n")
     write_tree(here / "images", ["train/a"])
     (here / "begun").symlink_to(begun("jcl"))
     return here

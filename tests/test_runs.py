@@ -86,7 +86,7 @@ def test_processes_wait_an_hour_for_each_other(monkeypatch):
 def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     """A warmup that is cut, a large queue, other workers and processes. Values may be a Path and numpy's numbers."""
     numbers = dict(seed=np.int64(3), lr=np.float64(0.1), epochs=2, warmup=1.0)
-    args = argparse.Namespace(method="m", out=tmp_path, resume=None, workers=3, **numbers)
+    args = argparse.Namespace(method="m", out=tmp_path, resume=None, workers=3, data_dir=None, **numbers)
     images, state = Blank(40), dict(model=nn.Linear(2, 2))
     state["model"].queue = argparse.Namespace(keys=range(11))
     config, _ = common.open_run(args, images, state, {})
