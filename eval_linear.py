@@ -595,9 +595,7 @@ def train_protocol(args, device, encoder, info, train, test):
     found = scores(logits, torch.from_numpy(common.labels_of(test)), num_classes, args.method)
     if not found.items() <= records[-1].items():  # else it was finished before
         records[-1] |= found
-        common.save_run(
-            args.out, config, tuned, state, records
-        )  # again, as a damaged test image must not cost the epoch
+        common.save_run(args.out, config, tuned, state, records)  # only now: a damaged image must not cost the epoch
     common.log_epoch(f"finished: {args.out}", records)
     return {"encoder": {name: value for name, value in records[-1].items() if name.startswith(args.method)}}
 

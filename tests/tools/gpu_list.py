@@ -1,4 +1,4 @@
-"""What a GPU that is lent for some minutes measures, in this order: `results.py gpu` does what is not kept yet.
+"""What is measured on a GPU, in this order and within a time limit: `results.py gpu` does what is not kept yet.
 
 1. gpu_check.py, while what is timed next starts and compiles.
 2. speed: a step of the five scripts, of the network alone, with color, and of the whole loop, with and without
@@ -110,8 +110,10 @@ def card():
 
 
 def write(file, record):
+    """Write a JSON file, with an epoch per line and numbers of five digits."""
+    record = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.5g}"))
     text = json.dumps(record, indent=1) + "\n"
-    text = re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text)  # an epoch per line
+    text = re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text)
     common.write_file(file, lambda f: f.write(text.encode()))
 
 
