@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import Pictures, generator
 from PIL import Image
 from test_features import slow_knn
-from tiny import evaluate, load, play, refused, succeed
+from tiny import evaluate, load, play, refused, save_encoder, succeed
 from torchvision.datasets import ImageFolder
 
 import common
@@ -25,16 +25,6 @@ CLASSES, EACH, TEST = "abc", 14, 6
 def seeded(function, *args, **options):
     torch.manual_seed(4)
     return function(*args, **options)
-
-
-def save_encoder(folder, info):
-    """Save an encoder that is no other's, as a run does. Return it."""
-    torch.manual_seed(5)  # not the seed of the untrained baseline
-    encoder = common.build_backbone(info)
-    encoder(torch.randn(8, 3, info["image_size"], info["image_size"]))  # so batch norm has statistics
-    folder.mkdir(parents=True)
-    torch.save(info | {"state_dict": encoder.state_dict()}, folder / "backbone.pt")
-    return encoder.eval()
 
 
 @pytest.fixture(scope="module")
@@ -128,23 +118,17 @@ def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, here):
     assert all(map(np.array_equal, before, after))
 
 
-class Alone(Pictures):
-    """Images as a dataset whose items have no labels. Its targets have."""
-
-    def __getitem__(self, i):
-        return (super().__getitem__(i)[0],)
-
-
 @pytest.mark.parametrize("script, flags", [
     (eval_knn, ["--k", 3]), (eval_linear, ["--epochs", 2]),
     (eval_linear, "--protocol moco --epochs 2 --batch-size 16".split()),
 ])  # fmt: skip
-def test_own_data_give_the_scores_of_the_same_folder(script, flags, places, here):
+def test_own_data_give_the_scores_of_the_same_folder(script, flags, places, here, monkeypatch):
     """Images without a label, -1, do not count. Labels are the targets, of any integers, and not those of items."""
     own = dict(train=pictures(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
-    for part, images in own.items():
-        array, targets = np.concatenate([images.array, images.array[:5]]), np.int8([*images.targets, *[-1] * 5])
-        own[part] = Alone(array, targets, images.classes)
+    monkeypatch.setattr(Pictures, "__getitem__", lambda images, i: [Image.fromarray(images.array[i])])
+    for images in own.values():
+        images.array = np.concatenate([images.array, images.array[:5]])
+        images.targets = np.int8([*images.targets, *[-1] * 5])
     outs = [["--out", here / name] * ("--protocol" in flags) for name in ("own", "folder")]
     found = evaluate(script, places["VIT"], *flags, *outs[0], **own)
     assert found == evaluate(script, places["VIT"], *flags, *outs[1])

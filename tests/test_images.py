@@ -182,14 +182,10 @@ def test_there_is_no_knn_without_labels_of_the_same_classes(capsys):
     assert r"not in both: ['e\u0301', '\xe9']" in capsys.readouterr().out
     assert common.open_data("folder", train=images, test=Pictures(arrays, labels, images.classes[::-1]))[1] is None
     assert "same order" in capsys.readouterr().out
-    images.targets = np.uint8([1, 2, 1, 2])
-    assert common.open_data("folder", train=images, test=images)[1] is None
-    assert "start at 0, so 2 is none" in capsys.readouterr().out
-    images.targets = [-1] * 4
-    assert common.open_data("folder", train=images, test=images)[1] is None
-    del images.targets
-    assert common.open_data("folder", train=images, test=images)[1] is None
-    assert capsys.readouterr().out.count("4 images of 2 classes, without labels") == 4
+    wrong = (np.uint8([1, 2, 1, 2]), "start at 0, so 2 is none"), ([-1] * 4, "without labels"), ((), "without labels")
+    for images.targets, words in wrong:
+        assert common.open_data("folder", train=images, test=images)[1] is None
+        assert words in capsys.readouterr().out
 
 
 def test_test_images_of_ones_own_are_used_without_training_images_too():

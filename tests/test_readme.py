@@ -9,8 +9,7 @@ import pytest
 import torch
 from conftest import METHODS, ROOT, unit
 from PIL import Image
-from test_eval import save_encoder
-from tiny import run
+from tiny import run, save_encoder
 from torchvision.transforms import RandomResizedCrop, functional
 
 import common

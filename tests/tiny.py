@@ -105,6 +105,16 @@ def write_tree(root, folders, count=3, size=(12, 10)):
     return root
 
 
+def save_encoder(folder, info):
+    """Save an encoder that is no other's, as a run does. Return it."""
+    torch.manual_seed(5)  # not the seed of the untrained baseline
+    encoder = common.build_backbone(info)
+    encoder(torch.randn(8, 3, info["image_size"], info["image_size"]))  # so batch norm has statistics
+    folder.mkdir(parents=True)
+    torch.save(info | {"state_dict": encoder.state_dict()}, folder / "backbone.pt")
+    return encoder.eval()
+
+
 # ------------------------------------------------------------------ comparing
 
 
