@@ -1216,9 +1216,9 @@ def find_checkpoint(out, resume):
     # A run that was killed during its first save has config.json, perhaps the others, and at most one epoch
     names = ("config.json", "backbone.pt", "metrics.jsonl", "epoch-0001.pt")
     epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
-    is_encoder = "backbone.pt" in files and ("config.json" not in files or epochs > 1)  # somebody's, without last.pt
+    has_encoder = "backbone.pt" in files and ("config.json" not in files or epochs > 1)  # which somebody has kept
     temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
-    if "last.pt" not in files and (is_encoder or {*files} - {*temporary, *names}):
+    if "last.pt" not in files and (has_encoder or {*files} - {*temporary, *names}):
         raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
     for file in temporary:  # of a save that was killed
         os.unlink(os.path.join(out, file))
