@@ -1213,12 +1213,12 @@ def write_file(path, write):
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
     files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
-    # A run that was killed during its first save has config.json, perhaps the others, and at most one epoch
-    names = ("config.json", "backbone.pt", "metrics.jsonl", "epoch-0001.pt")
+    # A run that was killed during its first save has config.json, perhaps the others, and one epoch; by --resume, more
     epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
-    has_encoder = "backbone.pt" in files and ("config.json" not in files or epochs > 1)  # which somebody has kept
+    names = ("config.json", "backbone.pt", "metrics.jsonl", f"epoch-{epochs:04d}.pt")
+    is_kept = "config.json" not in files or (epochs > 1 and not resume)  # an encoder without its last.pt
     temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
-    if "last.pt" not in files and (has_encoder or {*files} - {*temporary, *names}):
+    if "last.pt" not in files and (("backbone.pt" in files and is_kept) or {*files} - {*temporary, *names}):
         raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
     for file in temporary:  # of a save that was killed
         os.unlink(os.path.join(out, file))

@@ -12,7 +12,20 @@ import pytest
 import tiny
 import torch
 from conftest import EACH_MODEL, QUEUES, slow_but
-from tiny import FLAGS, STEPS, assert_same_run, contents, epochs_of, life, load, processes, records, refused, run
+from tiny import (
+    FLAGS,
+    STEPS,
+    assert_same_run,
+    contents,
+    epochs_of,
+    life,
+    load,
+    processes,
+    records,
+    refused,
+    run,
+    unequal,
+)
 
 import common
 
@@ -70,6 +83,19 @@ def test_ended_at_each_moment_in_turn(straight, tmp_path):
     assert_same_run(
         straight("jcl --keep-every 1"), tmp_path, [r["epoch"] for r in records(tmp_path) if "knn20_top1" not in r]
     )
+
+
+def test_ended_in_the_first_save_of_a_resumed_run(straight, tmp_path):
+    """In a new folder, which has earlier epochs and epoch-0003.pt before it has last.pt. The same command goes on."""
+    first = straight("jcl --keep-every 1")
+    words = [*JCL, "--keep-every", "1", "--resume", first / "epoch-0002.pt", "--out", tmp_path]
+    for number in range(1, 15):  # all moments of config.json and of a save
+        status, said = life("jcl", words, f"save {number}")
+        if status == 0:
+            break
+        assert status == 130, said
+    models = [load(path)["model"] for path in (first / "last.pt", tmp_path / "last.pt", tmp_path / "epoch-0003.pt")]
+    assert number > 12 and unequal(*models[:2]) == unequal(*models[1:]) == []
 
 
 def lives(out, method, world, moment=""):
