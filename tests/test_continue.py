@@ -12,20 +12,7 @@ import pytest
 import tiny
 import torch
 from conftest import EACH_MODEL, QUEUES, slow_but
-from tiny import (
-    FLAGS,
-    STEPS,
-    assert_same_run,
-    contents,
-    epochs_of,
-    life,
-    load,
-    processes,
-    records,
-    refused,
-    run,
-    unequal,
-)
+from tiny import FLAGS, STEPS, assert_same_run, contents, epochs_of, life, load, processes, records, refused, run
 
 import common
 
@@ -95,7 +82,7 @@ def test_ended_in_the_first_save_of_a_resumed_run(straight, tmp_path):
             break
         assert status == 130, said
     models = [load(path)["model"] for path in (first / "last.pt", tmp_path / "last.pt", tmp_path / "epoch-0003.pt")]
-    assert number > 12 and unequal(*models[:2]) == unequal(*models[1:]) == []
+    assert number > 12 and tiny.unequal(*models[:2]) == tiny.unequal(*models[1:]) == []
 
 
 def lives(out, method, world, moment=""):
