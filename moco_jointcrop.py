@@ -112,9 +112,9 @@ def parse_args(argv=None):
     return args
 
 
-CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup (D5); no blur: JointBlur needs --blur-p 0.5
+CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup and the paper's areas (D4, D5). JointBlur needs --blur-p 0.5
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0],
+    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, blur_p=[0.0, 0.0],
 )  # fmt: skip
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
@@ -129,7 +129,7 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     folder=dict(queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth of the images
 )  # fmt: skip
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
-V1_CIFAR = dict(temperature=0.1, warmup=0.0)  # MoCo's demo, with a cosine
+V1_CIFAR = dict(temperature=0.1, warmup=0.0, crop_scale=[0.08, 1.0])  # exactly MoCo's demo, with a cosine
 V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
     queue=None, bn_groups=None,  # it has neither
@@ -674,13 +674,14 @@ def convert_split_batchnorm(module, groups):
 # D1 s_b, line 1. Paper: ln(s_max / s_min). Released: ln(s_max / s_min - 0.1).
 # D2 If none of ten aspect ratios fits. Paper: a center crop. Released: the whole image.
 # D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
-# D4 The areas of crops. Released: from 0.2 (its README's command), or 0.08 (its default). Here: 0.2; small data: 0.08,
-#    as in MoCo's demo (D5), though JointCrop gained more from 0.2 in small runs (tests/results/README.md).
+# D4 The areas of crops. Paper: typically from 0.2 (App. H). Released: from 0.2 (its README's command), or 0.08 (its
+#    default). Here: 0.2; MoCo v1 on small datasets: 0.08, as in MoCo's demo (D5). With 0.08, JointCrop lost against
+#    MoCo v2 on CIFAR-10 (tests/results/README.md).
 # D5 Small datasets. ContrastiveCrop: `--epochs 500 --lr 0.25 --min-lr 0.025 --warmup 0 --momentum 0.999 --weight-decay
 #    1e-4 --crop-scale 0.2 1 --queue 65536`, where the learning rate is 0.5 for 512 images. Here: MoCo's own demo on
 #    CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1 --joint none`. MoCo v2 has its own
-#    head and temperature, and one epoch of warmup, without which JointCrop's embeddings were nearly equal for three
-#    epochs. STL-10: a queue of 8,192, and ImageNet's stem.
+#    head, temperature and areas, and one epoch of warmup, without which JointCrop's embeddings were nearly equal for
+#    three epochs. STL-10: a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.

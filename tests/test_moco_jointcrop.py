@@ -273,3 +273,5 @@ def test_recipes_of_moco():
     demo |= dict(bn_groups=8, momentum=[0.99, 0.99], crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0])
     demo |= dict(lr=0.03, warmup=0.0, milestones=[])
     assert values(moco, "--dataset cifar10 --moco v1 --joint none", " ".join(demo)) == [*demo.values()]
+    own = dict(demo, temperature=0.2, warmup=1.0, crop_scale=[0.2, 1.0])  # MoCo v2's, and the areas of App. H
+    assert values(moco, "--dataset cifar10", " ".join(own)) == [*own.values()]

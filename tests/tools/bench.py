@@ -90,7 +90,8 @@ def serve(what, house, steps, method, *flags):
     def timed(batches):
         for _ in range(int(steps)):
             began = time.process_time()
-            batch = next(batches)
+            if (batch := next(batches, None)) is None:  # an epoch has 64 steps
+                break
             loaded = time.process_time() - began
             yield batch
             print(loaded, time.process_time() - began, file=answer)

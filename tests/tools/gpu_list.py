@@ -38,11 +38,14 @@ import eval_linear
 
 RUNS, KEPT = ROOT / "runs" / "gpu", ROOT / "tests" / "results" / "gpu"
 VIT = "patchmix.py --arch vit_tiny --patch-size 4"
+FROM_008 = "--crop-scale 0.08 1"  # MoCo's demo's areas
 SMALL_VIEWS = "--arch resnet_mini --clim-start 1 --image-size 28 20"  # of which `results.py begin` has 48 steps
 ARMS = {  # name: (how tables call it, its script with flags)
     "moco-demo": ("MoCo's demo", "moco_jointcrop.py --moco v1 --joint none"),
     "moco": ("MoCo v2", "moco_jointcrop.py --joint none"),
     "jointcrop": ("J-Crop(0)", "moco_jointcrop.py"),
+    "moco-008": ("MoCo v2, crops from 0.08", f"moco_jointcrop.py --joint none {FROM_008}"),  # JCL's and CLIM's baseline
+    "jointcrop-008": ("J-Crop(0), crops from 0.08", f"moco_jointcrop.py {FROM_008}"),
     "jcl": ("JCL", "jcl.py"),
     "clim": ("CLIM", "clim.py"),
     "logo": ("LoGo on MoCo", "logo.py"),
@@ -50,7 +53,7 @@ ARMS = {  # name: (how tables call it, its script with flags)
     "patchmix": ("PatchMix, M = 3", f"{VIT} --num-mix 3"),
     "patchmix-released": ("PatchMix, M = 3, released", f"{VIT} --num-mix 3 --variant released"),
     "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto"),
-    "moco-jitter": ("MoCo v2, the jitter's order per image", "moco_jointcrop.py --joint none"),
+    "moco-jitter": ("moco-008, the jitter's order per image", f"moco_jointcrop.py --joint none {FROM_008}"),
     "clim-imagenet100": ("CLIM, recipe of ImageNet-100", f"clim.py --dataset imagenet100 {SMALL_VIEWS}"),
 }
 SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
