@@ -9,7 +9,7 @@ Some of these positives are wrong, so CutMix pastes a box of the positive into t
 this mix. Its loss has two terms, with the keys of the image and of the positive, weighted by their fractions of the
 pixels. Multi-resolution encodes each crop at several sizes, and compares queries of every size with keys of every size.
 
-    Eq. 1              info_nce; nce in clim_loss                      MoCo v2's loss; each term of Eq. 4
+    Eq. 1              info_nce                                        MoCo v2's loss; each term of Eq. 4
     Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives     the positives (Table 6: choose_positives)
     Eq. 3              cutmix, mix_queries                             mixed queries
     Eq. 4              clim_loss                                       their loss
@@ -144,66 +144,49 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
 
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
     the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
-    fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query. Gradients reach q, and also
-    keys and queue unless these are detached. float16 and bfloat16 are converted to float32; call it outside autocast,
-    which would undo that. Raises ValueError if the keys or lam do not fit q, or a float lam is outside [0, 1]
-    (a tensor is not checked, which would wait for the GPU).
+    fraction of k_anchor's images in the mix. Gradients reach q, and also keys and queue unless these are detached.
+    Raises ValueError if the shapes do not fit, or if lam is not in [0, 1]. Copy it with info_nce, whose notes on number
+    types apply here, too.
     """
-    lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
-    fits = q.dim() == 2 and q.shape == k_anchor.shape == k_positive.shape and queue.shape[1:] == q.shape[1:]
-    if not fits or lam_shape not in ((), (len(q),)):
-        shapes = f"{[tuple(x.shape) for x in (q, k_anchor, k_positive, queue)]} and {lam_shape}"
-        raise ValueError(f"clim_loss takes q and both keys (N, C), queue (K, C), lam () or (N,), not {shapes}")
-    if not torch.is_tensor(lam) and not 0 <= lam <= 1:
+    if not 0 <= lam <= 1:
         raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
-    tensors = q, k_anchor, k_positive, queue
-    q, k_anchor, k_positive, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
-    negatives = q @ queue.T
-
-    def nce(k):  # Eq. 1 per query: info_nce without its mean, (N,). Both keys share the products with the queue
-        logits = torch.cat([(q * k).sum(1, keepdim=True), negatives], dim=1) / temperature
-        return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64), reduction="none")
-
-    return (lam * nce(k_anchor) + (1 - lam) * nce(k_positive)).mean()  # Eq. 4
+    of_anchor = info_nce(q, k_anchor, queue, temperature)
+    of_positive = info_nce(q, k_positive, queue, temperature)
+    return lam * of_anchor + (1 - lam) * of_positive  # Eq. 4
 
 
 def cutmix(x, partner, lam, generator=None):
     """Mix two batches of images (Eq. 3): return (mixed images, the fraction of x that is left in them).
 
-    As in the code of CutMix (Yun et al., arXiv 1905.04899), a box of x is replaced by the same box of the partner. It
-    has about (1 - lam) of the image's area, its aspect ratio, and a uniform center. The part of it that lies outside
-    the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
+    As in the code of CutMix (Yun et al., arXiv 1905.04899), a box is replaced by the partner's in all images of the
+    batch. It has about (1 - lam) of the area, the images' aspect ratio, and a uniform center. The part of it that lies
+    outside the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
 
-    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1], a
-    float for one box in all images, or (N,) for a box per image; the fraction is such a float, or (N,) in float32 at
-    least. generator: a torch CPU generator, or None. Raises ValueError if the shapes or lam do not fit.
+    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1].
+    generator: a torch CPU generator, or None. Raises ValueError if the shapes or lam do not fit.
     """
-    lam = torch.as_tensor(lam, dtype=torch.float64).cpu()
     if x.dim() != 4 or partner.shape != x.shape:
         shapes = f"{tuple(x.shape)} and {tuple(partner.shape)}"
         raise ValueError(f"cutmix takes x and partner (N, C, H, W) of one shape, not {shapes}")
-    if lam.shape not in ((), (len(x),)) or not ((lam >= 0) & (lam <= 1)).all():
-        raise ValueError(f"cutmix takes lam in [0, 1], a float or one for each of {len(x)} images, not {lam}")
-    side = (1 - lam.reshape(-1, 1)).sqrt()  # of each box, as a fraction of the image's: (boxes, 1)
+    if not 0 <= lam <= 1:
+        raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
 
-    def inside(size):  # whether a row, or a column, of the image crosses a box: (boxes, size)
-        center = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * size).long()
-        half = (side * size).long() // 2
-        position = torch.arange(size)
-        return (position >= center - half) & (position < center + half)
+    def draw_slice(size):  # the box's rows, or its columns
+        center = int(size * torch.rand((), dtype=torch.float64, generator=generator).item())
+        half = int(size * math.sqrt(1 - lam)) // 2
+        return slice(max(0, center - half), center + half)
 
-    rows, columns = (inside(size) for size in x.shape[2:])
-    in_box = (rows[:, None, :, None] & columns[:, None, None, :]).to(x.device, non_blocking=True)  # 1 - M
-    mixed = torch.where(in_box, partner, x)  # Eq. 3: x where the mask M is 1
-    kept = 1 - (rows.sum(1) * columns.sum(1)).double() / x[0, 0].numel()
-    return mixed, (kept.to(x.device, torch.promote_types(x.dtype, torch.float32)) if lam.dim() else kept.item())
+    box = (..., *(draw_slice(size) for size in x.shape[2:]))
+    mixed = x.clone()
+    mixed[box] = partner[box]  # Eq. 3: the mask M is 0 in the box
+    return mixed, 1 - x[box].numel() / x.numel()
 
 
 @torch.no_grad()
 def nearest_neighbors(x, k, rows=None):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
-    x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A single row is its own neighbor.
+    x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all.
     """
     x = x.double() - x[:1].double()  # cdist's |a|^2 - 2ab + |b|^2 cancels for close rows, in float32 or far from 0
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
@@ -211,7 +194,7 @@ def nearest_neighbors(x, k, rows=None):
     for chunk in rows.split(128):  # on ImageNet 1.3 GB of distances
         distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)  # rounded, so that copies are equally far
         distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself (D1)
-        neighbors.append(distance.topk(min(k, max(1, len(x) - 1)), largest=False).indices)
+        neighbors.append(distance.topk(min(k, len(x) - 1), largest=False).indices)
     return torch.cat(neighbors)
 
 
@@ -257,18 +240,17 @@ def preferred_first(neighbors, preferred, count, generator=None):
 
 
 @torch.no_grad()
-def select_positives(x, centers, assignment, k=40, num_positives=10, generator=None, neighbors=None):
+def select_positives(x, centers, assignment, neighbors, num_positives=10, generator=None):
     """Select positives by center-wise local selection (Eq. 2, App. A.2): (N, num_positives) int64, rows of x.
 
     The candidates are those of an image's k nearest neighbors that are in its cluster and at most as far from its
     center as the image is. num_positives random ones are selected. If there are fewer, the nearest of the other
-    neighbors are added (D2), and if k < num_positives, all repeat. Copy it with nearest_neighbors and preferred_first.
+    neighbors are added (D2), and if k < num_positives, all repeat. Copy it with preferred_first.
 
     x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's center,
-    as `kmeans` returns them. generator: a torch CPU generator; None: torch's global one. neighbors: (N, k) int64, as
-    `nearest_neighbors` returns them; None: they are computed here.
+    as `kmeans` returns them. neighbors: (N, k) int64, as `nearest_neighbors` returns them. generator: a torch CPU
+    generator; None: torch's global one.
     """
-    neighbors = nearest_neighbors(x, k) if neighbors is None else neighbors
     same_cluster = assignment[neighbors] == assignment[:, None]  # neighbors in Omega_1; all are in Omega_2
     to_center = (x - centers[assignment]).square().sum(1)  # each image's squared distance
     closer = to_center[neighbors] <= to_center[:, None]  # the inequality of Eq. 2
@@ -284,8 +266,8 @@ def random_members(assignment, count):
     everyone = torch.arange(len(assignment), device=assignment.device)
     for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # a cluster's, ascending
         candidates = rows if len(rows) > 1 else everyone
-        place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # any but the last
-        place += candidates[place] >= rows[:, None]  # from the row itself on, the next: so never the row itself
+        place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # among the other candidates
+        place += candidates[place] >= rows[:, None]  # one place later from the row itself on, which is skipped
         table[rows] = candidates[place]
     return table
 
@@ -484,7 +466,7 @@ def choose_positives(args, model, images, info, device):
     if args.selection in ("kmeans", "center"):
         centers, assignment = kmeans(x, args.num_clusters or max(1, len(x) // 128))
     if args.selection == "center":
-        table = select_positives(x, centers, assignment, num_positives=args.num_positives, neighbors=neighbors)
+        table = select_positives(x, centers, assignment, neighbors, args.num_positives)
     elif args.selection == "knn":
         table = preferred_first(neighbors, torch.ones_like(neighbors, dtype=torch.bool), args.num_positives)
     else:
@@ -528,7 +510,7 @@ def main(args, train=None, test=None):
         names += [f"mixed {name}" for name in names[1 : 1 + len(mixed)]]
         return common.save_views(args.show_views, views + positive_views + mixed, names, args.norm)
 
-    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that it names
+    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that info["encoder"] names
     info = common.backbone_info(args.arch, args.image_size[0], args.patch_size, args.norm) | dict(encoder="query")
     backbone = common.build_backbone(info)
     sizes = args.image_size + ([args.local_size] if args.local_crops else [])
@@ -556,12 +538,12 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # queues stay equal without it (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # DDP's; queues stay equal without it (torch 2.13 renames only the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
-        is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # --resume loads none
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
+        is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # none, as after --resume
         if args.selection != "none" and epoch >= args.clim_start and is_due:
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
@@ -573,8 +555,9 @@ def main(args, train=None, test=None):
             views = [augment(x.to(device, non_blocking=True), args) for x in crops]
             positive_views = [augment(x.to(device, non_blocking=True), args) for x in positive_crops]
             query_views, fractions = mix_queries(views[1:], positive_views[1:], args.alpha)  # Eq. 3
+            key_views = views[:1] + positive_views[:1]
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                loss, keys, q, metrics = ddp(query_views, fractions, views[:1] + positive_views[:1])  # Eq. 6
+                loss, keys, q, metrics = ddp(query_views, fractions, key_views)  # Eq. 6
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -626,7 +609,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB per view of 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 2 x 0.3 GB per view of 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -686,8 +669,8 @@ def convert_split_batchnorm(module, groups):
 # ================================== 7. differences between the paper and this file
 
 # D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: an image is never its own positive.
-# D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
-#    excludes, nearest first, although that contradicts Eq. 2.
+# D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors are added. Here: these are the ones
+#    that Eq. 2 excludes, although adding them contradicts Eq. 2.
 # D3 The sum of Eq. 6. Paper: r is the size of the image's views, r' of the positive's. Here: r is the query's, r' its
 #    keys'. As in the paper, the terms are summed, four for two sizes, which raises the effective learning rate: the
 #    embeddings' std rises slowly at first, faster with `--warmup 1` (not in the paper). Local crops add their terms.
@@ -699,8 +682,8 @@ def convert_split_batchnorm(module, groups):
 # D8 Color jitter. Paper (App. A.1): brightness, contrast, saturation, no strengths. Here: MoCo v2's, also of the hue.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Eq. 5 is not computed: it defines the scale of a crop. Table 6: the other selections are made in the same epochs as
-# CLIM's, and also give ten positives per image (not in the paper). Tables 6, 8 and 9 take one image size, `--dataset
-# imagenet --image-size 224`, and the flags whose help names them. Table 7: `--image-size 224 96`, or `--local-crops 2`.
+# CLIM's, and also give ten positives per image (not in the paper). For Tables 6, 8 and 9 pass `--dataset imagenet
+# --image-size 224` and the flag whose help names the table; for Table 7, `--image-size 224 96` or `--local-crops 2`.
 # Omitted: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
 
 

@@ -107,7 +107,6 @@ WRONG_ARGUMENTS = {  # of functions that other projects copy: those that torch w
     "jcl: a batch that is no equal groups": lambda: jcl.SplitBatchNorm(3, 2)(torch.zeros(5, 3)),
     "clim: keys of three dimensions": lambda: clim.clim_loss(A, A, A[:, None], B, 0.2, 0.5),
     "clim: a queue of another width": lambda: clim.clim_loss(A, A, A, B[:, :5], 0.2, 0.5),
-    "clim: shares as a column": lambda: clim.clim_loss(A, A, A, B, 0.2, torch.rand(4, 1)),
     "clim: a share of the loss above 1": lambda: clim.clim_loss(A, A, A, B, 0.2, 1.5),
     "clim: partners of other rows": lambda: clim.cutmix(IMAGES, IMAGES[:1], 0.5),
     "clim: a share above 1": lambda: clim.cutmix(IMAGES, IMAGES, 1.5),

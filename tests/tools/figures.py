@@ -292,10 +292,11 @@ def mixture(photos):
     points = places.repeat_interleave(60, 0) + 0.62 * torch.randn(180, 2, generator=random)
     centers, assignment = clim.kmeans(points, 3, generator=random)
     anchor = 7
-    near = clim.nearest_neighbors(points, 16)[anchor]
+    neighbors = clim.nearest_neighbors(points, 16)
+    near = neighbors[anchor]
     distance = (points - centers[assignment]).square().sum(1)
     count = ((distance <= distance[anchor]) & (assignment == assignment[anchor]))[near].sum().item()  # Eq. 2
-    chosen = clim.select_positives(points, centers, assignment, 16, count)[anchor]
+    chosen = clim.select_positives(points, centers, assignment, neighbors, count)[anchor]
     for m, color in enumerate(("#9ec5f8", "#c9b8f0", "#f4c79a")):
         plot.scatter(*points[assignment == m].T, s=9, color=color)
     plot.scatter(*centers.T, marker="x", s=46, color="black", lw=1.6, label="center of a cluster")
