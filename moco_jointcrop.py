@@ -4,7 +4,7 @@ Two random crops of an image usually have similar areas, and such pairs are easy
 the two areas first, and then the areas, from the same range. beta sets the distribution of the ratio: beta > 0 prefers
 similar areas, beta = 0 makes its logarithm uniform, and beta < 0 prefers extreme ratios. JointBlur does the same with
 the sigmas of the two blurs: one view can be sharp while the other is not. The rest is MoCo, with a queue (v1, v2) or
-without one (v3). Inference: only the paper's appendix was available, so JointBlur's form is our choice (see the end).
+without one (v3). Inferred: only the paper's appendix was available, so JointBlur's form is our choice (see the end).
 
     Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the sigmas of the two blurs
     Eq. 4-10           joint_from_uniform, beta=None       RandomCrop's areas (in the tests)
@@ -34,7 +34,7 @@ import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from timm.optim import Lars, param_groups_weight_decay
+from timm.optim import Lars
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -285,10 +285,11 @@ class JointCrop(v2.RandomResizedCrop):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
         image_height, image_width = v2.functional.get_size(image)
         _, _, height, width = box = self.get_params(image, scale, self.ratio)
+        # The largest centered crop, which `get_params` returns if no aspect ratio fits, and rarely by chance
         max_height = min(image_height, round(image_width / self.ratio[0]))
         max_width = min(image_width, round(image_height * self.ratio[1]))
         center = (image_height - max_height) // 2, (image_width - max_width) // 2, max_height, max_width
-        if box == center:  # `get_params` returns it if no aspect ratio fits, and rarely by chance
+        if box == center:
             box = (0, 0, image_height, image_width) if self.whole else center
         elif self.css_alpha != 1:
             top = center_suppressed(image_height - height, self.css_alpha)
@@ -484,9 +485,11 @@ def learning_rate(args, now):
 
 def lars(model, weight_decay):
     """Return MoCo v3's optimizer, LARS. Biases and batch norms have neither weight decay nor a trust ratio."""
-    groups = param_groups_weight_decay(model, weight_decay)
-    groups[-1]["always_adapt"] = True  # weights have a trust ratio even if the weight decay is 0
-    return Lars(groups, lr=0.0, momentum=0.9, trust_coeff=0.001)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    others = dict(params=[p for p in parameters if p.dim() <= 1], weight_decay=0.0)
+    weights = dict(params=[p for p in parameters if p.dim() > 1], weight_decay=weight_decay)
+    weights["always_adapt"] = True  # a trust ratio even if the weight decay is 0
+    return Lars([others, weights], lr=0.0, momentum=0.9, trust_coeff=0.001)
 
 
 def main(args, train=None, test=None):
@@ -513,7 +516,7 @@ def main(args, train=None, test=None):
         names = (["view 1", "view 2"] if v3 else ["query", "key"]) + ["local crop"] * args.local_crops
         return common.save_views(args.show_views, views, names, args.norm)
 
-    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that it names
+    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that info["encoder"] names
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm) | dict(encoder="query")
     backbone = common.build_backbone(info, zero_init=v3)
     sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
@@ -544,11 +547,11 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # queues stay equal without it (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # DDP's; queues stay equal without it (torch 2.13 renames only the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, joint_blur) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs
@@ -612,7 +615,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB per view of 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 2 x 0.3 GB per view of 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -692,7 +695,7 @@ def convert_split_batchnorm(module, groups):
 #    over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
 #    `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --local-size 96 --joint-pair local` (or global).
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Inference: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our
+# Inferred: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our
 # choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw decides for both views
 # (MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there). The second
 # parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. The views,
