@@ -6,9 +6,9 @@ local crops apart (L_ll), as they show different parts of the image. Their simil
 trained to score two local crops of one image above those of two images, and the encoder takes a small step to reduce
 the scores of its own pairs. By default this file follows the released code, as the paper's Eq. 6 is unbounded (D1).
 
-Inference: only the paper's supplement and the code for MoCo were available, so everything about SimSiam is inferred, or
+Inferred: only the paper's supplement and the code for MoCo were available, so everything about SimSiam is inferred, or
 from erceguder/LoGo, an unofficial repository. Caution: the affinity can score its training pairs without comparing the
-crops, and in mixed batches of our runs it ranked only 60% correctly. See the end of this file for both.
+crops. In our runs it ranked only 60% of pairs correctly if both kinds were in one batch. See the end for both.
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     L_ll          local_dissimilarity
@@ -64,7 +64,7 @@ def parse_args(argv=None):
     add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, relative to the last gradient norm (D1)")
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
-    add("--affinity-lr", type=common.positive_float, help="constant; if None, 1e-4 for linear, else the encoder's peak")
+    add("--affinity-lr", type=common.positive_float, help="constant rate; if None, 1e-4 (linear) or the encoder's peak")
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
     add("--queue", type=common.positive_int, default=4096, help="queue length; folder: a tenth of the images")
 
@@ -74,7 +74,7 @@ def parse_args(argv=None):
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (D13)")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
-    add("--layers", type=common.positive_int, default=3, help="SimSiam: layers of the projector")  # inference (D12)
+    add("--layers", type=common.positive_int, default=3, help="SimSiam: layers of the projector")  # inferred (D12)
     add("--hidden", type=common.positive_int, default=512, help="SimSiam: hidden size of predictor")  # erceguder/LoGo's
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
     add("--momentum", type=common.fraction, default=0.999, help="EMA momentum m of the momentum encoder")
@@ -98,7 +98,7 @@ def parse_args(argv=None):
     common.refuse(parser, args, args.base == "simsiam", of_moco, "with --base simsiam")
     common.refuse(parser, args, args.base == "moco", ["layers", "hidden"], "without --base simsiam")
     common.refuse(parser, args, args.local_crops == 0, ["pairs", "l2l", "variant"], "with --local-crops 0")
-    common.refuse(parser, args, args.pairs == "all", ["variant"], "with --pairs all")
+    common.refuse(parser, args, args.pairs == "all" and not args.l2l, ["variant"], "with --pairs all")
     of_l_ll = ["l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"]
     common.refuse(parser, args, not args.l2l, of_l_ll, "without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
     common.refuse(parser, args, args.l2l_weighting == "lambda", ["clip_ratio"], "without --l2l-weighting clip")
@@ -129,7 +129,7 @@ def recipe(args):
     """Return the defaults, {name: value}, for args.dataset, base, pairs, variant, local_crops and image_size."""
     values = dict(RECIPES[args.dataset], l2l=args.local_crops > 0)
     if args.base == "simsiam":
-        values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inference (D12)
+        values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inferred (D12)
         values |= dict(queue=None, temperature=None, bn_groups=None, momentum=None)  # it has none of them
         if args.dataset in ("cifar10", "cifar100"):
             values |= dict(layers=2, batch_size=512)  # erceguder/LoGo's
@@ -236,7 +236,7 @@ def descend(optimizer, loss, max_norm=math.inf):
 
 
 class GatherWithGradient(torch.autograd.Function):
-    """`gather` with gradients, which are summed over the processes' equal losses: apply(x), (n, C) -> (N, C)."""
+    """`gather` with gradients: apply(x), (n, C) -> (N, C). The gradients of all processes' losses are summed."""
 
     @staticmethod
     def forward(ctx, x):
@@ -244,7 +244,7 @@ class GatherWithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return shard(gather(gradient[None]).sum(0))  # (processes, N, C), their sum (N, C), this process's rows of it
+        return shard(gather(gradient[None]).sum(0))  # (processes, N, C) -> their sum (N, C) -> this process's (n, C)
 
 
 # ---------------------------------------- InfoNCE with a queue (shared block)
@@ -303,8 +303,8 @@ class MoCo(nn.Module):
 
     Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process,
     ShuffleBN needs convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights
-    and queue equal. backbone: (n, 3, H, W) -> (n, width). pairs: see `compared_views`. dim: of queries and keys. queue:
-    number of negatives. temperature: tau. reduction: see `combine`.
+    and queue equal. backbone: (n, 3, H, W) -> (n, width). pairs: from `compared_views`. dim: of queries and keys.
+    queue: number of negatives. temperature: tau. reduction: see `combine`.
     """
 
     def __init__(self, backbone, width, pairs, dim=128, queue=4096, temperature=0.07, reduction="mean"):
@@ -326,7 +326,7 @@ class MoCo(nn.Module):
         return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, local_z=None):
-        """Return (loss, keys to enqueue (N or 2N, dim), queries (n, dim), {name: metric}): L_gg and L_lg.
+        """Return (loss, keys to enqueue (N or 2N, dim), queries (n, dim), {name: metric}). For the loss see `combine`.
 
         views: this process's two global views, then its local views, each (n, 3, H, W), normalized. local_z: list of
         the local views' projections, if already computed. The keys are the global views', of all processes; the
@@ -448,7 +448,7 @@ def main(args, train=None, test=None):
         names = ["global 1", "global 2", "local 1", "local 2"][: len(views)]
         return common.save_views(args.show_views, views, names, args.norm)
 
-    # Model and optimizers. backbone.pt has `info` and the weights of the encoder that it names
+    # Model and optimizers. backbone.pt has `info` and the weights of the encoder that info["encoder"] names
     reduction = "sum" if args.variant == "paper" else "mean"  # of the terms of L_gg and L_lg (D1)
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm) | dict(encoder="query")
     backbone = common.build_backbone(info, zero_init=simsiam)
@@ -494,11 +494,11 @@ def main(args, train=None, test=None):
         if not simsiam:
             model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # queues stay equal without it (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # DDP's; queues stay equal without it (torch 2.13 renames only the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs
@@ -525,7 +525,7 @@ def main(args, train=None, test=None):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
             if args.l2l:
                 if args.l2l_weighting == "lambda":  # as in the paper (D1)
-                    loss = loss + args.lam * l_ll  # Eq. 9. In a mean of six terms (D1) lambda weighs five times as much
+                    loss = loss + args.lam * l_ll  # Eq. 9; if `loss` is a mean (D1), lambda weighs five times as much
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()
@@ -580,7 +580,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB per view of 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 2 x 0.3 GB per view of 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -655,17 +655,17 @@ def convert_split_batchnorm(module, groups):
 # D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
 # D10 Color changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter; on CIFAR,
 #    jitter, gray, flip and normalization come twice.
-# D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
-#    crops take at least 0.08 of the area, and the keys of both views are enqueued.
-# D12 SimSiam (inference). Learning rate, batch size and weight decay are LoGo's on MoCo; the projector is SimSiam's. On
+# D11 The baseline. Here: its crops are LoGo's global ones, and with `--one-way` the keys of one view are enqueued.
+#    Released: its crops take at least 0.08 of the area, and the keys of both views are enqueued.
+# D12 SimSiam (inferred). Learning rate, batch size and weight decay are LoGo's on MoCo; the projector is SimSiam's. On
 #    CIFAR a batch of 512 and two layers are erceguder/LoGo's, whose learning rate is half of the one here. The learning
 #    rate of the encoder and the predictor follows a cosine (in SimSiam's code the predictor's is constant); the
-#    affinity's is constant, on MoCo, too.
+#    affinity's is constant, as it is on MoCo.
 # D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as the global ones. On STL-10 not given; here 96.
-# D14 `--pairs all`, the "(4-crop)" of Tables 2 and 3 (supplement, section 2). Inference: the mean of the 12 terms,
+# D14 `--pairs all`, the "(4-crop)" of Tables 2 and 3 (supplement, section 2). Inferred: the mean of the 12 terms,
 #    --local-size, and a queue of global crops' keys.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Inference: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as other papers quote it. lambda on
+# Inferred: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as other papers quote it. lambda on
 # MoCo is inferred, too.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise (not with `--variant paper`). So it can tell them apart by batch statistics or

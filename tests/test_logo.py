@@ -176,6 +176,7 @@ def test_recipes():
     forms = {"": ["logistic", "clip", True], "--local-crops 0": ["logistic", "clip", False]}
     forms |= {"--base simsiam": ["logistic", "lambda", True], "--variant paper": ["linear", "lambda", True]}
     forms["--variant paper --affinity-form logistic --l2l-weighting clip"] = ["logistic", "clip", True]
+    forms["--pairs all --l2l --variant paper"] = ["linear", "lambda", True]
     for flags, expected in forms.items():
         assert values(logo, flags, "affinity_form l2l_weighting l2l") == expected
     assert logo.Affinity(8).layers[0].out_features == 256
