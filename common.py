@@ -405,14 +405,14 @@ def loader_options(workers, device):
     return dict(num_workers=workers, multiprocessing_context=context, pin_memory=device.type == "cuda")
 
 
-def split_batch(batch_size, images, world, parts=1, flag="--batch-size", smallest=2):
+def split_batch(batch_size, num_images, world, parts=1, flag="--batch-size", smallest=2):
     """Return the number of equal parts, at least one, into which each process splits its rows of a batch.
 
     parts: number of parts of the global batch, as given by `flag`. Raises UsageError if there are fewer images than in
     a batch, or if the batch cannot be split over the processes into equal parts of at least `smallest` images.
     """
-    if batch_size > images:
-        raise UsageError(f"--batch-size {batch_size} is larger than the training set of {images} images: reduce it")
+    if batch_size > num_images:
+        raise UsageError(f"--batch-size {batch_size} is larger than the training set of {num_images} images: reduce it")
     total = max(parts, world)
     if total % world:
         raise UsageError(f"{flag} {parts} cannot be split over {world} processes: pass a multiple of {world}")
@@ -479,10 +479,10 @@ def grayscale(x, p):
     return x.index_copy(0, rows, rgb_to_grayscale(x[rows], 3))
 
 
-def solarize(x, p, threshold=0.5):
-    """Invert the values at or above a threshold in each image, with probability p."""
+def solarize(x, p):
+    """Invert the values at or above 0.5 in each image, with probability p."""
     changes = (torch.rand(len(x), 1, 1, 1) < p).to(x.device, non_blocking=True)
-    return torch.where(changes & (x >= threshold), 1 - x, x)
+    return torch.where(changes & (x >= 0.5), 1 - x, x)
 
 
 def horizontal_flip(x, p=0.5):
@@ -619,9 +619,9 @@ def load_checkpoint(path):
             first_bytes = file.read(40)  # they reveal an HTML page, a Git LFS pointer or an empty file
         if str(path).endswith(".safetensors"):
             return timm.models.load_state_dict(path)
-        if zipfile.is_zipfile(path):  # torch does not verify the checksums of its archives
+        if zipfile.is_zipfile(path):  # torch notices neither a wrong checksum nor a file that became a folder
             with zipfile.ZipFile(path) as archive:
-                if archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist()):  # a folder
+                if archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist()):
                     raise zipfile.BadZipFile
         with torch.serialization.safe_globals([argparse.Namespace]):  # MoCo v3, MAE and DINO save their args
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -653,7 +653,7 @@ def load_backbone(path, encoder=None):
     weights = info.pop("state_dict", None) or encoder_weights(saved.get("model", {}), info["encoder"])
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
-    info["data_dir"] = saved_data_dir(path.parent) or info.get("data_dir")  # today's backbone.pt has no paths
+    info["data_dir"] = saved_data_dir(path.parent)  # backbone.pt has no paths
     if not timm.is_model(info["timm_name"]):
         raise UsageError(f"{path}: {info['timm_name']} is not registered with timm: call eval_knn.main where it is")
     backbone = build_backbone(info)
@@ -762,9 +762,9 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     predicted = []
     for chunk in queries.split(max(1, 2**26 // max(most, num_classes))):  # at most 256 MB of similarities
         similarity, row = (chunk @ bank.T).topk(min(max(k), len(bank)), dim=1)
-        similarity, label = gather_rows(similarity.T).T, gather_rows(train_y[row].T).T
+        similarity, label = gather_rows(similarity.T).T, gather_rows(train_y[row].T).T  # the columns of all processes
         similarity, column = similarity.topk(min(max(k), similarity.shape[1]), dim=1)
-        label, vote = label.gather(1, column), ((similarity - similarity[:, :1]) / temperature).exp()
+        label, vote = label.gather(1, column), ((similarity - similarity[:, :1]) / temperature).exp()  # the first is 1
         no_votes = vote.new_zeros(len(chunk), num_classes)
         votes = [no_votes.scatter_add(1, label[:, :count], vote[:, :count]) for count in k]
         predicted.append(torch.stack(votes).argmax(2).cpu())
@@ -851,11 +851,11 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     return train, test, info | dict(dataset=name, data_dir=root, images=images)
 
 
-def baselines(info, seed, images):
+def baselines(info, seed, num_images):
     """Return the baselines of an evaluation, {name: encoder}: raw pixels (of few images) and the untrained encoder."""
     torch.default_generator.manual_seed(seed)  # the CPU's: no other is used
     pixels = nn.Sequential(nn.AdaptiveAvgPool2d(min(32, info["image_size"])), nn.Flatten())
-    few = images <= 200_000  # raw pixels of more would need tens of GB
+    few = num_images <= 200_000  # raw pixels of more would need tens of GB
     return ({"raw pixels": pixels} if few else {}) | {"untrained": build_backbone(info)}
 
 
@@ -1020,8 +1020,8 @@ def log_epoch(title, records, names=()):
     """Print the last record's scores and the values of these names. With names, warn once if `std` stays below 0.1."""
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
-    is_low = [record.get("std", 1) < 0.1 for record in records[-4:]]
-    if names and is_low in ([True] * 3, [False] + [True] * 3):  # for exactly three epochs, so that it warns once
+    is_low = [False] + [record.get("std", 1) < 0.1 for record in records]
+    if names and is_low[-4:] == [False, True, True, True]:  # for exactly three epochs, so that it warns once
         log("warning: std has been below 0.1 for three epochs: all embeddings are nearly equal. If it does not rise,")
         log("this is a collapse: try --warmup, or check --lr (too high?), --temperature, --queue and --momentum")
 
@@ -1144,7 +1144,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     add_shared_arguments(parser, add)
     add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
 
-    argv = sys.argv[1:] if argv is None else argv
+    argv = sys.argv[1:] if argv is None else argv  # parsed twice, first for what chooses the defaults
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     parser.set_defaults(norm=chosen.dataset if chosen.dataset in NORMS else "imagenet")
     parser.set_defaults(knn_every=50 if chosen.dataset == "imagenet" else 10)  # ImageNet's kNN takes minutes
@@ -1164,7 +1164,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     refuse(parser, args, not is_vit(args.arch), vit_only, "without a ViT (--arch)")
     refuse(parser, args, is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
     refuse(parser, args, not args.init, ["init_prefix"], "without --init")
-    if local_crops and (args.local_size or 0) > np.max(args.image_size):
+    if local_crops and (args.local_size or 0) > np.max(args.image_size):  # CLIM may have several
         parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
 
     if args.out is None:
@@ -1216,9 +1216,9 @@ def find_checkpoint(out, resume):
     # A run that was killed during its first save has config.json, perhaps the others, and one epoch; by --resume, more
     epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
     names = ("config.json", "backbone.pt", "metrics.jsonl", f"epoch-{epochs:04d}.pt")
-    is_kept = "config.json" not in files or (epochs > 1 and not resume)  # an encoder without its last.pt
+    keeps_encoder = "backbone.pt" in files and ("config.json" not in files or (epochs > 1 and not resume))
     temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
-    if "last.pt" not in files and (("backbone.pt" in files and is_kept) or {*files} - {*temporary, *names}):
+    if "last.pt" not in files and (keeps_encoder or {*files} - {*temporary, *names}):
         raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
     for file in temporary:  # of a save that was killed
         os.unlink(os.path.join(out, file))
@@ -1244,7 +1244,7 @@ def open_run(args, train, state, derived):
     rank, world = rank_and_world()
     derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)
     if getattr(args, "warmup", 0) > args.epochs / 4:
-        derived["warmup_cut_to"] = args.epochs / 4
+        derived["warmup_cut_to"] = args.epochs / 4  # by learning_rate in each script
     queue = getattr(state["model"], "queue", None)
     if queue is not None and len(queue.keys) > len(train) / 4:
         keys = f"{len(queue.keys)} keys for {len(train)} images"
@@ -1289,7 +1289,7 @@ def load_run(path, args, config, state):
                 part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
             elif isinstance(part, nn.Module):
                 part.load_state_dict(saved[name])
-            elif part.dim() == 0 or not resumes_other:
+            elif part.dim() == 0 or not resumes_other:  # another run's rows may be of other images
                 part.copy_(saved[name])
     except (KeyError, RuntimeError, ValueError) as error:
         reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()[:200]]  # names a tensor
@@ -1297,7 +1297,7 @@ def load_run(path, args, config, state):
     log("; ".join([f"resumed from {path}, after epoch {len(records)}", *differences]))
     world = rank_and_world()[1]
     if saved.get("processes") != world and len(records) < args.epochs:
-        why = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
+        why = "random numbers differ, as may batch-norm groups and other derived values"
         log(f"processes: {saved.get('processes')} before, {world} now: {why}")
     return records
 

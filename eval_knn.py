@@ -61,7 +61,7 @@ def main(args, train=None, test=None):
             if hasattr(images, "samples"):
                 arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
         common.write_file(args.dump, lambda file: np.savez(file, **arrays))
-        common.log(f"{args.dump}: features")
+        common.log(f"wrote the features to {args.dump}")
         return {}
     common.log(f"{'kNN':10}neighbors vote with weight exp(cosine similarity / {args.temperature})")
     options |= dict(k=args.k, temperature=args.temperature)

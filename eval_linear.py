@@ -223,10 +223,10 @@ def balanced_share(labels, fraction, seed):
     generator = torch.Generator().manual_seed(seed)
     classes, labels, counts = torch.as_tensor(labels).unique(return_inverse=True, return_counts=True)
     order = torch.randperm(len(labels), generator=generator)
-    rank = torch.randperm(len(classes), generator=generator)  # the first classes have one more
     each, more = divmod(max(round(fraction * len(labels)), len(classes)), len(classes))
+    extra = torch.randperm(len(classes), generator=generator) < more  # whether a class has one row more
     rows_of_class = order[labels[order].argsort(stable=True)].split(counts.tolist())  # each in random order
-    return torch.cat([rows[: each + (rank[i] < more)] for i, rows in enumerate(rows_of_class)]).sort().values
+    return torch.cat([rows[: each + extra[i]] for i, rows in enumerate(rows_of_class)]).sort().values
 
 
 def listed_rows(paths, file):
@@ -337,7 +337,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
             part.extend(((x[choosing] @ weight).argmax(1) == y[choosing]).tolist())
     percents = [100 * (sum(part) / len(part)) for part in right]
     best = best_of(percents)
-    (weight,) = fit(torch.cat([check, rest]), [lrs[best]])  # all rows, of the last fold
+    (weight,) = fit(torch.cat([check, rest]), [lrs[best]])  # all rows: those of a fold, here the last
     return dict(logits=test_x @ weight, chosen=lrs[best], held_out=dict(zip(lrs, percents, strict=True)))
 
 
@@ -439,7 +439,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         results[name] = scores(found["logits"].cpu(), torch.from_numpy(common.labels_of(test)), num_classes)
         chosen, grid = found["chosen"], found["held_out"]
         text = "  ".join(f"{score} {value:.2f}%" for score, value in results[name].items())
-        where = "held out" if held else "of the fitted images"
+        where = "of those held out" if held else "of the fitted images"
         common.log(f"{name:>10}  {text}  ({flag} {chosen:.3g}, {grid[chosen]:.2f}% {where})")
         if name == "encoder" and len(grid) > 1 and chosen in (min(grid), max(grid)):
             common.log(f"warning: the best of {flag} is at the edge of the grid: widen it")
@@ -497,10 +497,10 @@ def make_optimizer(args, model):
 def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start, before a group's lr_scale.
 
-    After a linear warmup it is divided by 10 at each milestone or, without milestones, follows a cosine to args.min_lr,
-    once per epoch or every step (D4). The cosine counts the epochs of the warmup, as timm's does.
+    It changes every step of a linear warmup, then once per epoch: it is divided by 10 at each milestone or, without
+    milestones, follows a cosine to args.min_lr, which counts the epochs of the warmup, as timm's does. PatchMix's: D4.
     """
-    if args.protocol == "patchmix" and args.epochs >= 100:  # else it changes every step (D4)
+    if args.protocol == "patchmix" and args.epochs >= 100:  # in fewer epochs it changes every step (D4)
         now = max(0, int(now) - 1)  # timm's scheduler is called after each epoch
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)  # at most a quarter (D5)
@@ -563,7 +563,7 @@ def train_protocol(args, device, encoder, info, train, test):
     info.pop("data_dir", None)  # backbone.pt has no paths
     tuned = info | dict(encoder="fine-tuned", classes=[*map(str, train.classes)]) if args.finetune else None
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # of batch norm (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # DDP's, of batch norm (torch 2.13 renames only the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
@@ -593,9 +593,9 @@ def train_protocol(args, device, encoder, info, train, test):
 
     logits = common.extract_features(model, test, info, device, args.batch_size // world, args.workers, amp)
     found = scores(logits, torch.from_numpy(common.labels_of(test)), num_classes, args.method)
-    if not found.items() <= records[-1].items():  # else it was finished before
+    if not found.items() <= records[-1].items():  # else a finished run was evaluated again, with the same scores
         records[-1] |= found
-        common.save_run(args.out, config, tuned, state, records)  # only now: a damaged image must not cost the epoch
+        common.save_run(args.out, config, tuned, state, records)  # again: a damaged test image must not cost the epoch
     common.log_epoch(f"finished: {args.out}", records)
     return {"encoder": {name: value for name, value in records[-1].items() if name.startswith(args.method)}}
 

@@ -281,7 +281,7 @@ def main(args, train=None, test=None):
         views = [augment(x, args) for x in next(iter(loader))[0]]
         return common.save_views(args.show_views, views, ["query"] + ["key"] * args.num_keys, args.norm)
 
-    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that it names
+    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that info["encoder"] names
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm) | dict(encoder="query")
     backbone = common.build_backbone(info)
     width = common.feature_width(backbone, args.image_size)
@@ -303,11 +303,11 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # queues stay equal without it (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # DDP's; queues stay equal without it (torch 2.13 renames only the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
         lam = args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs  # ramp: D1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
@@ -369,7 +369,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB per view of 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 2 x 0.3 GB per view of 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)

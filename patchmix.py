@@ -129,7 +129,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.
     imagenet={},
     folder=dict(mix_slices=1),  # not in the paper, because there may be few images
 )  # fmt: skip
-ENCODERS = dict(  # section 4.1.2, on CIFAR and on ImageNet; others have ViT-S's, 1e-3 for 512 and 2e-3 for 1024
+ENCODERS = dict(  # section 4.1.2, for CIFAR and ImageNet; others: ViT-S's 5e-4, which is 1e-3 for 512, 2e-3 for 1024
     vit_micro=dict(lr=1e-3, weight_decay=[0.02, 0.2], patch_size=8, hidden=512, dim=128),  # not in the paper: for CPUs
     vit_tiny=dict(lr=2e-3, weight_decay=[0.02, 0.2]),  # 4e-3 for 512; ImageNet: as released, 8e-3 for 1024
     vit_base=dict(lr=7.5e-4),  # 1.5e-3 for 512, 3e-3 for 1024
@@ -189,7 +189,7 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()  # line 2: k, Eq. 2
     # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
     group_size = num_patches // num_mix  # S
-    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. Remaining patches are in no mixed group.
+    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. For remaining patches that is M or more: never mixed.
     group_of_shuffled = torch.arange(num_patches) // group_size
     # Line 7, Eq. 5 and 7: by r = argsort(k) the patches return to their positions, and so do their groups.
     group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns).to(images.device, non_blocking=True)
@@ -311,7 +311,7 @@ class PatchMix(nn.Module):
         self.backbone = backbone  # line 1
         self.projector = head(width, hidden, hidden, dim)
         self.predictor = head(dim, hidden, dim)
-        self.momentum_backbone, self.momentum_projector = self.backbone, self.projector  # the same modules: D4
+        self.momentum_backbone, self.momentum_projector = self.backbone, self.projector  # D4; `update` changes nothing
         if key_encoder == "momentum":  # line 2
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
@@ -421,7 +421,7 @@ def main(args, train=None, test=None):
             names += [f"mixed {name}" for name in names]
         return common.save_views(args.show_views, views, names, args.norm)
 
-    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that it names
+    # Model and optimizer. backbone.pt has `info` and the weights of the encoder that info["encoder"] names
     heads = dict(num_heads=args.num_heads) if args.num_heads else {}
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, "bicubic", **heads)
     info["encoder"] = args.key_encoder
@@ -436,12 +436,12 @@ def main(args, train=None, test=None):
     if world > 1 and device.type == "cuda":  # torch synchronizes batch norm on GPUs only
         model = timm.layers.convert_sync_batchnorm(model)
     model.to(device)
-    optimizer = torch.optim.AdamW(param_groups_weight_decay(model), lr=0.0, fused=True)  # 0: biases, norms; 1: weights
+    optimizer = torch.optim.AdamW(param_groups_weight_decay(model), lr=0.0, fused=True)  # group 1 has the weights
 
     # The run
     amp = common.use_bf16(args.amp, device)
     state = dict(model=model, optimizer=optimizer)
-    weight = sum(terms.values()) + (args.num_mix - 1) * terms.get("mtm", 0.0)  # of all positives; mtm's sum to M
+    weight = sum(terms.values()) + (args.num_mix - 1) * terms.get("mtm", 0.0)  # mtm's positives weigh M, others' 1
     if args.local_crops:
         weight += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
     derived = dict(loss_at_uniform_logits=weight * math.log(args.batch_size), peak_lr=args.lr * args.batch_size / 256)
@@ -451,11 +451,11 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # of batch norm (set here, because torch 2.13 renames the argument)
+    ddp.broadcast_buffers = False  # DDP's, of batch norm (torch 2.13 renames only the argument)
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs

@@ -14,14 +14,14 @@ DRAWN = ([0.0, 1.5], [0.0, 1.0])  # by moco_jointcrop.py's loader, for two image
 
 @dataclass(kw_only=True)
 class Method:
-    """Flags are parts of a command line. Each record has to have the fields in REQUIRED."""
+    """Flags are parts of a command line. Fields without a default have to be given."""
 
     # {flags of a model: (its class, arguments besides an encoder, its width and dim; what forward takes)}
-    models: dict = field(default_factory=dict)
+    models: dict
     # On ImageNet: (flags, the view if it matters, jitter, blur's sigma and probability, solarize's probability)
-    augmentation: list = field(default_factory=list)
-    refused: list = field(default_factory=list)  # flags of which the last has no effect
-    processes: list = field(default_factory=list)  # flags with which several processes are compared with one
+    augmentation: list
+    refused: list  # flags of which the last has no effect
+    processes: list  # flags with which several processes are compared with one
     quick_processes: list = field(default_factory=list)  # the same; these are also tried without --slow
     forms: list = field(default_factory=list)  # flags that choose another recipe or another form of the method
     small: str = "resnet_mini"  # a small encoder of the kind that it trains, or vit_micro
@@ -32,7 +32,6 @@ class Method:
     not_shuffled: list = field(default_factory=list)  # classes of models that do not shuffle the keys
 
 
-REQUIRED = "models augmentation refused processes".split()
 RECORDS = dict(
     moco_jointcrop=Method(
         models={"": ("MoCo", dict(queue=8), (VIEWS,)), "--moco v3": ("MoCoV3", dict(hidden=8), (VIEWS,))},

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 from conftest import ROOT, VARIANTS, state_of
-from methods import RECORDS, REQUIRED
+from methods import RECORDS
 from torch import nn
 
 SOURCES = {path.name: path.read_text() for path in sorted(ROOT.glob("*.py"))}
@@ -88,13 +88,10 @@ def test_a_model_works_within_autocast(method, kind, arguments, given, monkeypat
     assert losses[2] == losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.01)
 
 
-def test_a_method_has_a_record_with_what_each_table_needs():
+def test_a_method_has_a_record():
     """Or these tests would leave it out without notice."""
     files = {name.removesuffix(".py") for name, text in SOURCES.items() if "\ndef augment(" in text}
     assert files == RECORDS.keys(), f"tests/methods.py lacks the record of {files - RECORDS.keys()}"
-    for method, record in RECORDS.items():
-        missing = [name for name in REQUIRED if not getattr(record, name)]
-        assert not missing, f"the record of {method} in tests/methods.py lacks {missing}"
 
 
 def test_common_trains_nothing():

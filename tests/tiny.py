@@ -230,7 +230,7 @@ def play(script, argv, moment=""):
 def processes(log, function, each, seconds=240):
     """Run a function in one process per tuple of arguments; several make a group. Return [(status, stdout, stderr)].
 
-    What waits for a process that has ended is ended, as by torchrun. None is the status of one that hangs.
+    30 seconds after one has failed, or after `seconds`, what still runs is killed, and its status is None.
     """
     group, started = dict(WORLD_SIZE=str(len(each)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port())), []
     for rank, args in enumerate(each):
