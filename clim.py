@@ -91,6 +91,7 @@ def parse_args(argv=None):
     add("--local-scale", action=common.AreaRange, default=[0.05, 0.14], help="area range of local crops (4.4)")
 
     args = common.parse_args(parser, argv, recipe)
+    args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
     args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
     of_positives = ["mix", "alpha", "num_positives", "refresh_every", "clim_start"]
     why = f"with --selection {args.selection}"
@@ -441,10 +442,9 @@ class Queue(nn.Module):
 def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start: a linear warmup from 0, then a cosine down to 0."""
     peak = args.lr * args.batch_size / 256
-    warmup = min(args.warmup, args.epochs / 4)
-    if now < warmup:
-        return peak * now / warmup
-    done = (now - warmup) / (args.epochs - warmup)
+    if now < args.warmup:
+        return peak * now / args.warmup
+    done = (now - args.warmup) / (args.epochs - args.warmup)
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -518,6 +518,8 @@ def main(args, train=None, test=None):
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
     negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
+    if negatives > len(train) / 4:
+        common.log(f"warning: {negatives} negatives of {len(train)} images include the query's own: reduce --queue")
     model = CLIM(backbone, width, args.image_size, args.dim, negatives, args.temperature)
     model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on that many GPUs, for ShuffleBN
     model.to(device, memory_format=torch.channels_last)

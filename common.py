@@ -1234,21 +1234,14 @@ def open_run(args, train, state, derived):
 
     The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG and the images' fingerprint.
     state: {name: module, optimizer or tensor}, with a "model"; they are loaded in place. derived: further values to
-    print; what is printed also tells if args.warmup is cut, or if model.queue is long for so few images. With --resume,
-    a new run starts from the state of another one, except for tensors with a row per image. Raises UsageError if the
-    run in args.out has another configuration, or if the processes differ in theirs.
+    print. With --resume, a new run starts from the state of another one, except for tensors with a row per image.
+    Raises UsageError if the run in args.out has another configuration, or if the processes differ in theirs.
     """
     config = {k: x for k, x in vars(args).items() if k not in NOT_IN_CONFIG} | dict(images=fingerprint(train))
     config = json.loads(json.dumps(config, default=str))  # plain numbers and strings, which any checkpoint can hold
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
     rank, world = rank_and_world()
     derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)
-    if getattr(args, "warmup", 0) > args.epochs / 4:
-        derived["warmup_cut_to"] = args.epochs / 4  # by learning_rate in each script
-    queue = getattr(state["model"], "queue", None)
-    if queue is not None and len(queue.keys) > len(train) / 4:
-        keys = f"{len(queue.keys)} keys for {len(train)} images"
-        log(f"warning: the queue has {keys}, so some are of the query's own image: pass a smaller --queue")
     log_values("values", config)
     log_values("derived", derived)
     path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]

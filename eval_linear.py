@@ -166,6 +166,7 @@ def complete(args, info):
     args = argparse.Namespace(**values | vars(args))
     if args.protocol == "probe":
         return args
+    args.warmup = min(args.warmup, args.epochs / 4)  # D5
     if args.min_lr > args.lr * args.batch_size / 256:
         raise common.UsageError(f"--lr {args.lr}: its peak is below the final learning rate, {args.min_lr}")
     if args.out is None:  # named after the encoder's run and all flags that are set
@@ -503,9 +504,8 @@ def learning_rate(args, now):
     if args.protocol == "patchmix" and args.epochs >= 100:  # in fewer epochs it changes every step (D4)
         now = max(0, int(now) - 1)  # timm's scheduler is called after each epoch
     peak = args.lr * args.batch_size / 256
-    warmup = min(args.warmup, args.epochs / 4)  # at most a quarter (D5)
-    if now < warmup:
-        return args.warmup_lr + (peak - args.warmup_lr) * now / warmup
+    if now < args.warmup:
+        return args.warmup_lr + (peak - args.warmup_lr) * now / args.warmup
     if args.protocol != "patchmix":
         now = int(now)
     if args.milestones:

@@ -94,6 +94,7 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, default=0.5, help="probability of blur")
 
     args = common.parse_args(parser, argv, recipe)
+    args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
     of_moco = ["queue", "temperature", "momentum", "bn_groups"]
     common.refuse(parser, args, args.base == "simsiam", of_moco, "with --base simsiam")
     common.refuse(parser, args, args.base == "moco", ["layers", "hidden"], "without --base simsiam")
@@ -419,12 +420,11 @@ class Queue(nn.Module):
 def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start: a linear warmup, then a cosine to 0, or --milestones."""
     peak = args.lr * args.batch_size / 256
-    warmup = min(args.warmup, args.epochs / 4)
-    if now < warmup:
-        return peak * now / warmup
+    if now < args.warmup:
+        return peak * now / args.warmup
     if args.milestones:
         return peak * 0.1 ** sum(now / args.epochs >= fraction for fraction in args.milestones)
-    done = (now - warmup) / (args.epochs - warmup)
+    done = (now - args.warmup) / (args.epochs - args.warmup)
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -464,6 +464,8 @@ def main(args, train=None, test=None):
         derived = dict(batch_norm_groups=1 if synchronize else world)
     else:
         negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
+        if negatives > len(train) / 4:
+            common.log(f"warning: {negatives} negatives of {len(train)} images include the query's own: reduce --queue")
         model = MoCo(backbone, width, pairs, args.dim, negatives, args.temperature, reduction)
         model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on that many GPUs, for ShuffleBN
         global_terms, local_terms = ([math.log(negatives + 1)] * len(part) for part in pairs)

@@ -88,6 +88,7 @@ def parse_args(argv=None):
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, key")
 
     args = common.parse_args(parser, argv, recipe)
+    args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
     if args.joint in ("blur", "either", "both") and min(args.blur_p) == 0:
         parser.error(f"--joint {args.joint} needs blurs of both views: pass --blur-p 0.5")
     chosen = args.moco, args.joint, args.beta, args.css_alpha, args.local_crops
@@ -475,12 +476,11 @@ def cosine(start, end, done):
 def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start: a linear warmup, then a cosine, or --milestones (D8)."""
     peak, last = args.lr * args.batch_size / 256, args.min_lr * args.batch_size / 256
-    warmup = min(args.warmup, args.epochs / 4)
-    if now < warmup:
-        return peak * now / warmup
+    if now < args.warmup:
+        return peak * now / args.warmup
     if args.milestones:
         return peak * 0.1 ** sum(now / args.epochs >= fraction for fraction in args.milestones)
-    return cosine(peak, last, (now - warmup) / (args.epochs - warmup))
+    return cosine(peak, last, (now - args.warmup) / (args.epochs - args.warmup))
 
 
 def lars(model, weight_decay):
@@ -528,6 +528,8 @@ def main(args, train=None, test=None):
         model = MoCoV3(backbone, width, args.hidden, args.dim, args.temperature)
     else:
         negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
+        if negatives > len(train) / 4:
+            common.log(f"warning: {negatives} negatives of {len(train)} images include the query's own: reduce --queue")
         model = MoCo(backbone, width, 1 if args.moco == "v1" else 2, args.dim, negatives, args.temperature)
     synchronize = v3 and world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only
     model = timm.layers.convert_sync_batchnorm(model) if synchronize else model

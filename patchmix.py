@@ -92,6 +92,7 @@ def parse_args(argv=None):
     add("--blur-p", action=common.FractionPair, default=[1.0, 0.1], help="probability of blur, views 1 and 2")
 
     args = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
+    args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
     terms = chosen_terms(args)
     if not terms or not set(args.terms.split(",")) <= set(TERMS):
         parser.error("--terms: pass one or more of oto,mto,mtm, with --term-weights above 0")
@@ -388,10 +389,9 @@ def cosine(start, end, done):
 def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start: a linear warmup from 0, then a cosine down to --min-lr."""
     peak, last = args.lr * args.batch_size / 256, args.min_lr * args.batch_size / 256
-    warmup = min(args.warmup, args.epochs / 4)
-    if now < warmup:
-        return peak * now / warmup
-    return cosine(peak, last, (now - warmup) / (args.epochs - warmup))
+    if now < args.warmup:
+        return peak * now / args.warmup
+    return cosine(peak, last, (now - args.warmup) / (args.epochs - args.warmup))
 
 
 def main(args, train=None, test=None):

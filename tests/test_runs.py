@@ -84,24 +84,28 @@ def test_processes_wait_an_hour_for_each_other(monkeypatch):
 
 
 def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
-    """A warmup that is cut, a large queue, other workers and processes. Values may be a Path and numpy's numbers."""
-    numbers = dict(seed=np.int64(3), lr=np.float64(0.1), epochs=2, warmup=1.0)
+    """Other workers and processes. Values may be a Path and numpy's numbers."""
+    numbers = dict(seed=np.int64(3), lr=np.float64(0.1), epochs=2)
     args = argparse.Namespace(method="m", out=tmp_path, resume=None, workers=3, data_dir=None, **numbers)
     images, state = Blank(40), dict(model=nn.Linear(2, 2))
-    state["model"].queue = argparse.Namespace(keys=range(11))
     config, _ = common.open_run(args, images, state, {})
     said = " ".join(capsys.readouterr().out.split())
-    assert "warmup 1 " in said and "warmup_cut_to 0.5" in said and "workers 3" in said
-    assert "the queue has 11 keys for 40 images" in said
+    assert "lr 0.1 " in said and "workers 3" in said
     common.save_run(args.out, config, None, state, [dict(epoch=1)])
     monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
-    state["model"].queue.keys = range(10)
     assert common.open_run(args, images, state, {}) == (config, [dict(epoch=1)])
     said = capsys.readouterr().out
-    assert "processes: 1 before, 2 now" in said and "batch-norm groups" in said and "queue" not in said
+    assert "processes: 1 before, 2 now" in said and "batch-norm groups" in said
     common.save_run(args.out, config, None, state, [dict(epoch=1), dict(epoch=2)])
     common.open_run(args, images, state, {})
     assert "before" not in capsys.readouterr().out  # a finished run draws nothing
+
+
+@pytest.mark.parametrize("method", ["moco_jointcrop", "jcl", "clim", "logo"])
+def test_a_queue_that_is_long_for_so_few_images_is_said(method, tmp_path):
+    for queue, is_said in ((16, False), (17, True)):
+        said = run(method, tmp_path / str(queue), *f"--queue {queue} --epochs 1".split(), train=Blank(64))
+        assert (f"{queue} negatives of 64 images include the query's own" in said) == is_said
 
 
 def test_a_run_that_collapses_says_so_once(capsys):
