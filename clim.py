@@ -54,7 +54,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("loss").add_argument
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing, half the loss per key (Table 6)")
-    add("--alpha", type=common.positive_float, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
+    add("--alpha", type=common.concentration, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
     add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
 
@@ -228,7 +228,7 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
 def preferred_first(neighbors, preferred, count, generator=None):
     """Select `count` neighbors per row, the preferred ones first (App. A.2): (N, count) int64.
 
-    The preferred ones are in random order. The others follow, nearest first. If k < count, all of them repeat.
+    The preferred ones are in random order. The others follow, nearest first. If k < count, they repeat in this order.
 
     neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
     """
@@ -246,7 +246,7 @@ def select_positives(x, centers, assignment, neighbors, num_positives=10, genera
 
     The candidates are those of an image's k nearest neighbors that are in its cluster and at most as far from its
     center as the image is. num_positives random ones are selected. If there are fewer, the nearest of the other
-    neighbors are added (D2), and if k < num_positives, all repeat. Copy it with preferred_first.
+    neighbors are added (D2), and if k < num_positives, they repeat. Copy it with preferred_first.
 
     x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's center,
     as `kmeans` returns them. neighbors: (N, k) int64, as `nearest_neighbors` returns them. generator: a torch CPU
@@ -532,7 +532,10 @@ def main(args, train=None, test=None):
     derived = dict(negatives=negatives, loss_at_uniform_logits=terms * math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
     if args.selection in ("kmeans", "center"):
-        derived |= dict(clusters=args.num_clusters or max(1, len(train) // 128))
+        clusters = args.num_clusters or max(1, len(train) // 128)
+        derived |= dict(clusters=clusters)
+        if clusters > len(train) / 4:
+            common.log(f"warning: {clusters} clusters of {len(train)} images are very small: reduce --num-clusters")
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
     if terms > 1 and not args.warmup and not records:
         common.log("std may rise slowly, because the terms of the loss are summed (D3); --warmup 1 makes it faster")

@@ -71,7 +71,7 @@ SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE
 
 
 def to_rgb(image):
-    """Convert a PIL image to RGB. Raises ValueError for other types and for more than 8 bits per channel."""
+    """Convert a PIL image to RGB. Raises ValueError for other types, and for 16-bit images (not in PPM files)."""
     if not isinstance(image, Image.Image):
         raise ValueError(f"expected a PIL image, not {type(image).__name__}")
     tile = getattr(image, "tile", None)  # how an opened file will be decoded, for example from "RGB;16B"
@@ -129,7 +129,10 @@ class Subset(torch.utils.data.Subset):
 
 def labels_of(dataset):
     """Return the labels of a dataset, its `targets`, as an array (n,) int64. It is empty for None and for lists."""
-    return np.asarray(getattr(dataset, "targets", ()), np.int64)
+    labels = np.asarray(getattr(dataset, "targets", ()), np.int64)
+    if len(labels) and labels.shape != (len(dataset),):
+        raise UsageError(f"the targets of {len(dataset)} images have the shape {labels.shape}: expected one per image")
+    return labels
 
 
 def with_labels(dataset):
@@ -434,8 +437,8 @@ def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
     """Jitter the colors of each image with probability p.
 
     Brightness, contrast and saturation are multiplied by a factor from [max(0, 1 - v), 1 + v], where v is the argument.
-    The hue is rotated by up to `hue` turns in both directions. The four are applied in random order, which is drawn per
-    batch, as in kornia; torchvision's ColorJitter draws it per image. Copy it with the four functions below.
+    The hue is rotated by up to `hue` turns, 0.5 or less, in both directions. The four are applied in random order,
+    which is drawn per batch, as in kornia; torchvision draws it per image. Copy it with the four functions below.
     """
     rows = (torch.rand(len(x)) < p).nonzero().flatten()
     changes = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
@@ -788,7 +791,7 @@ def embedding_health(q):
 
     q: (n, d), this process's embeddings, which are L2-normalized here. std: sqrt(d) times the standard deviation, mean
     over the dimensions: 1 if uniform on the sphere, 0 if all are equal. rank: the effective rank, exp of the entropy of
-    the singular values, at most min(n, d) (Roy and Vetterli, EUSIPCO 2007).
+    the singular values, at most min(N - 1, d) for N rows in all (Roy and Vetterli, EUSIPCO 2007).
     """
     q = F.normalize(gather_rows(q).float(), dim=1)
     std = q.std(0, correction=0).mean() * q.shape[1] ** 0.5
@@ -874,6 +877,8 @@ def log_demo(args, flags):
 def start(main, parse_args, paper=None):
     """Run main(parse_args()). A mistake exits with an error message and status 2. paper: flags for `log_demo`."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
+    if hasattr(sys.stdout, "reconfigure"):  # else `log` would drop a line with a name that the terminal cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
     warnings.filterwarnings("ignore", ".*Grad strides do not match")  # DistributedDataParallel's, about speed
@@ -1053,6 +1058,7 @@ nonnegative_int = bounded("a non-negative integer", int, lambda x: x >= 0)
 positive_float = bounded("a positive number", float, lambda x: 0 < x < math.inf)
 nonnegative_float = bounded("a non-negative number", float, lambda x: 0 <= x < math.inf)
 fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
+concentration = bounded("a number from 0.01 on", float, lambda x: 0.01 <= x < math.inf)  # smaller Beta draws underflow
 
 
 class AreaRange(argparse.Action):
@@ -1134,7 +1140,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
     add("--norm", choices=NORMS, help="dataset statistics used for normalization")
-    add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialize the encoder from")
+    add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to start the encoder from; resuming needs it")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
     add("--out", type=os.path.abspath, metavar="DIR", help="folder, by default in runs/; an existing run is resumed")
     add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
@@ -1216,9 +1222,9 @@ def find_checkpoint(out, resume):
     # A run that was killed during its first save has config.json, perhaps the others, and one epoch; by --resume, more
     epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
     names = ("config.json", "backbone.pt", "metrics.jsonl", f"epoch-{epochs:04d}.pt")
-    keeps_encoder = "backbone.pt" in files and ("config.json" not in files or (epochs > 1 and not resume))
+    is_kept = ("backbone.pt" in files and "config.json" not in files) or (epochs > 1 and not resume)
     temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
-    if "last.pt" not in files and (keeps_encoder or {*files} - {*temporary, *names}):
+    if "last.pt" not in files and (is_kept or {*files} - {*temporary, *names}):
         raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
     for file in temporary:  # of a save that was killed
         os.unlink(os.path.join(out, file))

@@ -51,13 +51,14 @@ def main(args, train=None, test=None):
     train, test, info = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device))
     if args.dump:
-        arrays = dict(classes=np.array(getattr(train, "classes", []), str), protocol=json.dumps(info))
+        arrays = dict(protocol=json.dumps(info))
         for part, images in ("train", train), ("test", test):
             if images is not None:
                 x = common.extract_features(encoder.to(device), images, info, device, whole=False, **options)
                 arrays[f"{part}_features"] = common.gather_rows(x, to_first=True)
                 labels = common.labels_of(images)
                 arrays[f"{part}_labels"] = labels if len(labels) else np.full(len(images), -1)
+                arrays[f"{part}_classes"] = np.array(getattr(images, "classes", []), str)  # they may differ
             if hasattr(images, "samples"):
                 arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
         common.write_file(args.dump, lambda file: np.savez(file, **arrays))

@@ -28,6 +28,7 @@ import argparse
 import datetime
 import hashlib
 import math
+import os
 import random
 import re
 from pathlib import Path
@@ -131,7 +132,7 @@ def parse_args(argv=None):
     add("--head-lr", type=common.nonnegative_float, help="--finetune: --lr of the head; 0: the same")
     add("--layer-decay", type=common.fraction, help="--finetune: layer-wise learning rate decay")
     add("--drop-path", type=common.fraction, help="--finetune: stochastic depth rate of the last block")
-    add("--out", metavar="DIR", help="output folder, by default in runs/; an existing run is resumed")
+    add("--out", type=os.path.abspath, metavar="DIR", help="folder, by default in runs/; an existing run is resumed")
     add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
 
     add = parser.add_argument_group("probe (also --epochs and --batch-size)", **unset).add_argument
@@ -200,7 +201,7 @@ def open_data(args, info, train=None, test=None):
         labeled = common.load_split(info["dataset"], root, "test")
         if labeled.classes == test.classes:
             val, test = test, labeled
-            common.log(f"val/ chooses --strengths, and test/ is evaluated: {common.describe(test)}")
+            common.log(f"test/ is evaluated, not val/: {common.describe(test)}")
         elif labeled.classes:  # ImageNet's test/ has none
             raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct it")
     if args.label_files is not None:

@@ -387,7 +387,7 @@ class SimSiam(nn.Module):
         """
         z = [self.project(view) for view in views[:2]] + (local_z or [self.project(view) for view in views[2:]])
         p = [self.predictor(x).to(x.dtype) for x in z]
-        with torch.autocast(z[0].device.type, enabled=False):  # the loss is computed in float32
+        with torch.autocast(z[0].device.type, enabled=False):  # the loss is computed in the dtype of views
             l_gg = [-F.cosine_similarity(p[i], z[j].detach(), dim=1).mean() for i, j in self.global_pairs]
             l_lg = [-F.cosine_similarity(p[i], z[j].detach(), dim=1).mean() for i, j in self.local_pairs]
             loss = combine(l_gg, l_lg, self.reduction)

@@ -81,7 +81,7 @@ def parse_args(argv=None):
     add("--joint-pair", choices=("global", "local", "both"), default="global", help="which crops are joint (App. D)")
     add("--joint-prob", type=common.fraction, default=0.5, help="probability of JointCrop in --joint either (App. F)")
     add("--beta", type=float, default=0.0, help="beta of J-Crop(beta) and J-Blur(beta), of any sign")
-    add("--css-alpha", type=common.positive_float, default=1.0, help="alpha of center-suppressed crops (App. G)")
+    add("--css-alpha", type=common.concentration, default=1.0, help="alpha of center-suppressed crops (App. G)")
     add("--crop-scale", action=common.AreaRange, default=[0.2, 1.0], help="area range of RandomResizedCrop")
     add("--local-size", type=common.positive_int, help="local crop size; if None, min(96, half a view)")
     add("--local-scale", action=common.AreaRange, default=[0.05, 0.4], help="area range of local crops (D9)")
@@ -94,8 +94,8 @@ def parse_args(argv=None):
     chosen = args.moco, args.joint, args.beta, args.css_alpha, args.local_crops
     if args.variant == "released" and chosen != ("v3", "crop", 0, 1, 0):
         parser.error("--variant released is JointCrop with beta 0 on two views, on MoCo v3 (D3, D6)")
-    if not math.isfinite(args.beta) or args.css_alpha < 0.01:  # below that, Beta's draws underflow
-        parser.error("expected a finite --beta, and --css-alpha 0.01 or more")
+    if not math.isfinite(args.beta):
+        parser.error(f"--beta {args.beta}: expected a finite number")
     if args.moco == "v3" and common.is_vit(args.arch):
         parser.error("--moco v3 has recipes for ResNets only (D7): for a ViT, run the baseline of patchmix.py")
     common.refuse(parser, args, args.moco == "v3", ["queue", "bn_groups"], "with --moco v3")
@@ -251,7 +251,7 @@ class JointCrop(v2.RandomResizedCrop):
         crop = JointCrop(224, scale=(0.2, 1.0), beta=0.0)
         view1, view2 = [transform(view) for view in crop(image)]  # later transforms draw for each view separately
 
-    The image is an RGB PIL image or a tensor (..., H, W). Inside v2.Compose, later transforms change both crops
+    The image is an RGB PIL image or a tensor (..., C, H, W). Inside v2.Compose, later transforms change both crops
     alike, or only the first if they are plain tensors.
 
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and

@@ -162,8 +162,9 @@ def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path, capsy
         images.targets[1::3] = [-1] * len(images.targets[1::3])
     assert evaluate(eval_knn, places["VIT"], "--dump", path, **own) == {}
     data = dict(np.load(path, allow_pickle=False))
-    names = {f"{part}_{what}" for part in own for what in ("features", "labels")}
-    assert set(data) == names | {"train_paths", "classes", "protocol"} and data["classes"].tolist() == list(CLASSES)
+    names = {f"{part}_{what}" for part in own for what in ("features", "labels", "classes")}
+    assert set(data) == names | {"train_paths", "protocol"}
+    assert data["train_classes"].tolist() == data["test_classes"].tolist() == list(CLASSES)
     protocol = json.loads(str(data["protocol"]))
     assert (protocol["dataset"], protocol["images"]) == (None, common.fingerprint(own["train"]))  # not the training's
     assert protocol["image_size"] == load(places["VIT"] / "backbone.pt")["image_size"]

@@ -1,7 +1,10 @@
 """What a machine does to a run: writes that fail, values that are not finite, processes that differ, damaged images."""
 
+import argparse
+import io
 import os
 import shutil
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -106,3 +109,9 @@ def test_a_damaged_image_costs_an_epoch_at_most(tmp_path, part, workers):
     path.write_bytes(whole)
     assert ("after epoch 1" in run("jcl", out, *words)) == (part == "test")
     assert ["knn20_top1" in record for record in records(out)] == [part == "train", True]
+
+
+def test_a_name_that_the_terminal_cannot_encode_is_escaped(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    common.start(lambda args: common.log("finished: été"), argparse.Namespace)
+    assert sys.stdout.buffer.getvalue() == b"finished: \\xe9t\\xe9\n"

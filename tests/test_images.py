@@ -304,6 +304,13 @@ def test_the_fingerprint_is_of_the_images_not_of_their_place(load, tmp_path, mon
     assert found[0] == found[1] and len(set(found)) == 4
 
 
+@pytest.mark.parametrize("targets", [[0, 1], [0] * 4, [[0], [1], [0]]])
+def test_there_is_one_label_per_image(targets):
+    images = Pictures(np.zeros((3, 8, 8, 3), np.uint8), targets)
+    with pytest.raises(common.UsageError, match="one per image"):
+        common.fingerprint(images)  # which every run and every evaluation begins with
+
+
 def test_the_fingerprint_reads_no_images():
     """Of one's own images it depends on their number and labels, and on which of them are chosen."""
     labels = [0, 0, 0], [0, 1, 0], [0, 0], [0]

@@ -33,7 +33,11 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--show-views views.jpg", "views.jpg"),
     (METHODS, "--out busy", "thesis.txt"),
     (["jcl"], "--out encoder", "backbone.pt"),  # without config.json: not of a run
-    (["jcl"], "--out kept", "backbone.pt"),  # of two epochs: its last.pt was deleted
+    (["jcl"], "--out kept", "neither empty"),  # of two epochs: its last.pt was deleted
+    (["eval_linear"], "begun --protocol moco --batch-size 16 --out kept", "neither empty"),
+    (["eval_linear"], "begun --protocol moco --batch-size 16 --out=", "neither empty"),  # a variable that is not set
+    (["moco_jointcrop"], "--css-alpha 0.001", "--css-alpha"),  # Beta's draws would be 0.5
+    (["clim"], "--alpha 0.001", "--alpha"),
     (["jcl"], "--show-views=", "--show-views"),  # of a shell variable that is not set
     (METHODS, "--out notes.txt", "notes.txt"),
     (["moco_jointcrop"], "--moco v3", "ViT"),
@@ -67,7 +71,7 @@ def place(begun, here):
     """A working folder with good and bad things in it."""
     for folder in ("busy", "encoder", "kept"):
         (here / folder).mkdir()
-    for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp", "encoder/backbone.pt", "kept/backbone.pt"):
+    for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp", "encoder/backbone.pt"):
         (here / name).write_text("neither a checkpoint nor an image")
     for name in ("config.json", "metrics.jsonl"):
         (here / "kept" / name).write_text("{}\n{}\n")

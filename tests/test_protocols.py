@@ -293,7 +293,7 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     assert result["encoder"] == pytest.approx(eval_linear.scores(found["logits"], test_y, 3))
     run(*flags, "--label-fraction", 0.2, "--holdout", 0.5)
     said = capsys.readouterr().out
-    assert "on 4 images" in said and "all 8 " in said and "test/ is evaluated: 18 " in said
+    assert "on 4 images" in said and "all 8 " in said and "test/ is evaluated, not val/: 18 " in said
     data, info = shutil.copytree(places["DATA"], tmp_path / "data"), common.load_backbone(places["VIT"])[1]
     args = eval_linear.parse_args([*map(str, flags), "--dataset", "folder", "--data-dir", str(data)])
     everything = eval_linear.parse_args([*map(str, flags), "--label-fraction", "1"])

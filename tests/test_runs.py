@@ -108,6 +108,13 @@ def test_a_queue_that_is_long_for_so_few_images_is_said(method, tmp_path):
         assert (f"{queue} negatives of 64 images include the query's own" in said) == is_said
 
 
+def test_many_clusters_for_so_few_images_are_said(tmp_path):
+    for clusters, is_said in ((16, False), (17, True)):
+        flags = f"--queue 16 --clim-start 0 --num-clusters {clusters} --epochs 1"
+        said = run("clim", tmp_path / str(clusters), *flags.split(), train=Blank(64))
+        assert (f"{clusters} clusters of 64 images" in said) == is_said
+
+
 def test_a_run_that_collapses_says_so_once(capsys):
     """After three epochs in a row. It may recover, and collapse again."""
     stds, said = [0.5, 0.09, 0.09, 0.09, 0.01, 0.2, 0.05, 0.05, 0.05], []
