@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 import torch
-from conftest import METHODS, ROOT, unit
+from conftest import METHODS, ROOT
 from PIL import Image
 from tiny import run, save_encoder
 from torchvision.transforms import RandomResizedCrop, functional
@@ -21,9 +21,8 @@ PAGES = {page: (ROOT / page).read_text() for page in PAGES}
 SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
 COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 BLOCKS = [code for page in PAGES.values() for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)]
-WORDS = "variance =", "JCL(", "timm.create_model("  # each is in one block only
-EQUATION, LOOP, WEIGHTS = (code for word in WORDS for code in BLOCKS if word in code)
-OTHERS = [code for code in BLOCKS if code not in (EQUATION, LOOP, WEIGHTS)]
+LOOP, WEIGHTS = (code for word in ("JCL(", "timm.create_model(") for code in BLOCKS if word in code)  # one block each
+OTHERS = [code for code in BLOCKS if code not in (LOOP, WEIGHTS)]
 
 
 def run_block(code, **names):
@@ -66,12 +65,6 @@ def test_blocks_of_python_run(code, _tiny, here):
     for out in set(re.findall(r"runs/[\w.-]+", code)) - set(re.findall(r"--out (\S+?)\"", code)):
         run("jcl", out, "--epochs", 1, "--batch-size", 64)
     run_block(code)
-
-
-def test_the_shown_equation_is_jcl_loss():
-    q, k, queue = unit(4, 6), unit(4, 3, 6, seed=1), unit(8, 6, seed=2)
-    found = run_block(EQUATION, torch=torch, q=q, k=k, queue=queue, temperature=0.2, lam=4.0)
-    torch.testing.assert_close(found["loss"], jcl.jcl_loss(q, k, queue, 0.2, 4.0))
 
 
 def test_a_users_own_loop():

@@ -27,13 +27,14 @@ def test_the_numbers_of_the_front_page():
     own, from_008 = ", as its recipe is", ", crops from 0.08 of the area"
     runs = [(f"MoCo v2{own}", f"J-Crop(0){own}"), *((f"MoCo v2{from_008}", f"{what}{own}") for what in ("JCL", "CLIM"))]
     runs += [(f"MoCo, both views as queries{own}", f"LoGo on MoCo{own}"), (f"MoCo v3{own}", f"PatchMix{own}")]
-    for names, percents in zip(runs, re.findall(r"small: ([\d.]+ → [\d.]+) \|$", page, re.M), strict=True):
+    rows = re.findall(r"^\| \[.* epochs\].*", page, re.M)
+    of_resnet18, of_small = (re.findall(r"[\d.]+ → [\d.]+", row) for row in rows)
+    for names, percents in zip(runs, of_small, strict=True):
         seeds = [seed for seed in ("", ", seed 1", ", seed 2") if names[0] + seed in small]
         means = [np.mean([small[name + seed]["epochs"][-1]["knn20_top1"] for seed in seeds]) for name in names]
         assert percents == " → ".join(f"{mean:.1f}" for mean in means)
     arms = "moco-008", "jointcrop-008", "jcl"
     before, *after = [results.kept(f"gpu/{arm}-s0")["epochs"][-1]["knn20_top1"] for arm in arms]
-    of_resnet18 = re.findall(r"ResNet-18.*?: ([\d.]+ → [\d.]+);", page)
     assert of_resnet18 == [f"{before:.1f} → {accuracy:.1f}" for accuracy in after]
     gains = [np.mean(results.gains(arm, "moco")[0]) for arm in ("jointcrop", "jcl", "clim")]
     text = results.PAGES[0].read_text()
