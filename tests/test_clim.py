@@ -27,11 +27,10 @@ def points(kind, n, dims=3, seed=0):
 
 def eq4(q, k_anchor, k_positive, queue, tau, lam):
     """Eq. 4, image by image; lam: a number per image."""
-    terms = [
-        share * info_nce(one, own, queue, tau) + (1 - share) * info_nce(one, other, queue, tau)
-        for share, one, own, other in zip(lam, q[:, None], k_anchor[:, None], k_positive[:, None], strict=True)
-    ]
-    return sum(terms) / len(terms)
+    total = 0.0
+    for share, one, own, other in zip(lam, q[:, None], k_anchor[:, None], k_positive[:, None], strict=True):
+        total = total + share * info_nce(one, own, queue, tau) + (1 - share) * info_nce(one, other, queue, tau)
+    return total / len(q)
 
 
 @pytest.mark.parametrize("tau, lam", [(0.07, 0.3), (0.2, 0.0), (0.2, 1.0), (1.0, 0.7)])

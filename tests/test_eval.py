@@ -88,9 +88,8 @@ def test_linear_probe_of_a_checkpoint_and_its_baselines(places, capsys):
         options = dict(lrs=[0.01, 0.1, 1], epochs=5, holdout=0.5)
         found = seeded(eval_linear.linear_probe, train[which], train[3], test[which], 3, **options)
         assert results[name] == pytest.approx(eval_linear.scores(found["logits"], test[3], 3))
-        assert (
-            f"--lrs {found['chosen']:.3g}, {found['held_out'][found['chosen']]:.2f}% of those held out" in said[which]
-        )
+        best = found["chosen"]
+        assert f"--lrs {best:.3g}, {found['held_out'][best]:.2f}% of those held out" in said[which]
 
 
 @pytest.mark.slow
