@@ -17,7 +17,7 @@ from tiny import flat, load, refused
 
 import common
 
-SMALL = [(method, f"--arch {record.small}") for method, record in RECORDS.items()]
+SMALL = [(method, f"--arch {arch}") for method in METHODS for arch in ("resnet_mini", "vit_micro")]
 
 
 @functools.cache
@@ -51,6 +51,7 @@ def test_recipes_have_values_that_the_flags_take(method, module, dataset, form):
     argv = ["--dataset", dataset, *form.split()]
     args = vars(module.parse_args(argv))
     assert args.keys() - {"method"} == options(method).keys()
+    assert "vit_micro" not in argv or args.get("bn_groups", 1) == 1  # it has no batch norm to divide
     for name, action in options(method).items():
         if action.default is None or name == "out":  # it is derived from others
             continue
@@ -151,12 +152,6 @@ def test_every_flag_acts(method, module, name):
 
 
 REFUSED = [(m, flags) for m, record in RECORDS.items() for flags in ("--init-prefix x.", *record.refused)]
-
-
-@pytest.mark.parametrize("method", QUEUES)
-def test_a_vit_is_one_group_of_batch_norm(method, module):
-    """It has none, so the recipe's groups must not forbid a number of processes."""
-    assert module.parse_args(["--arch", "vit_micro"]).bn_groups == 1
 
 
 @pytest.mark.parametrize("method, flags", REFUSED)
