@@ -113,7 +113,6 @@ def boxes_in(crops):
 
 def boxes_by(transform, image, n, **how):
     """The boxes of both crops in n calls."""
-    torch.manual_seed(0)
     calls = [[v2.functional.pil_to_tensor(crop) for crop in transform(image, **how)] for _ in range(n)]
     return [boxes_in(torch.stack(crops)) for crops in zip(*calls, strict=True)]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import JCL_AT_ONCE, METHODS, Blank, slow_but
+from conftest import JCL_AT_ONCE, METHODS, QUEUES, Blank, slow_but
 from methods import RECORDS
 from tiny import evaluate, load, records, refused, run, unequal
 from torch import nn
@@ -101,18 +101,16 @@ def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     assert "before" not in capsys.readouterr().out  # a finished run draws nothing
 
 
-@pytest.mark.parametrize("method", ["moco_jointcrop", "jcl", "clim", "logo"])
-def test_a_queue_that_is_long_for_so_few_images_is_said(method, tmp_path):
-    for queue, is_said in ((16, False), (17, True)):
-        said = run(method, tmp_path / str(queue), *f"--queue {queue} --epochs 1".split(), train=Blank(64))
-        assert (f"{queue} negatives of 64 images include the query's own" in said) == is_said
+MANY = [(method, "--queue", "negatives of 64 images include the query's own") for method in QUEUES]
+MANY += [("clim", "--queue 16 --clim-start 0 --num-clusters", "clusters of 64 images")]
 
 
-def test_many_clusters_for_so_few_images_are_said(tmp_path):
-    for clusters, is_said in ((16, False), (17, True)):
-        flags = f"--queue 16 --clim-start 0 --num-clusters {clusters} --epochs 1"
-        said = run("clim", tmp_path / str(clusters), *flags.split(), train=Blank(64))
-        assert (f"{clusters} clusters of 64 images" in said) == is_said
+@pytest.mark.parametrize("method, flags, words", MANY)
+def test_what_is_many_for_so_few_images_is_said(method, flags, words, tmp_path):
+    """More than a quarter of the images as negatives, or as clusters."""
+    for count, is_said in ((16, False), (17, True)):
+        said = run(method, tmp_path / str(count), "--epochs", 1, *flags.split(), count, train=Blank(64))
+        assert (f"{count} {words}" in said) == is_said
 
 
 def test_a_run_that_collapses_says_so_once(capsys):
