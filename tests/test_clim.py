@@ -157,12 +157,6 @@ def test_cutmix(lam, height, width):
         assert abs(count[mask] - often) < 5 * math.sqrt(often)
 
 
-def number_of(view):
-    """Return the index of the image of which this is a view."""
-    (index,) = set(view[0].flatten().tolist())
-    return index
-
-
 def data_set(flags=""):
     """The dataset that `main` gives to its loader, of images whose red is their index; green, blue are coordinates."""
     index, x, y = np.meshgrid(np.arange(40), 8 * np.arange(32), 8 * np.arange(32), indexing="ij")
@@ -183,8 +177,8 @@ def test_views_of_the_image_and_of_its_positive(flags, others):
     images.positives.copy_(table)
     for index in range(40):
         views, others_views = images[index]
-        assert [number_of(x) for x in views] == [index] * len(own) and [x.shape[-1] for x in views] == own
-        (positive,) = {number_of(x) for x in others_views}
+        assert [x[0].unique().item() for x in views] == [index] * len(own) and [x.shape[-1] for x in views] == own
+        (positive,) = {x[0].unique().item() for x in others_views}
         assert positive in table[index] and [x.shape[-1] for x in others_views] == own[:others]
         boxes = enumerate(x[1:] for x in (*views, *others_views))
         equal.update((i, j) for (i, x), (j, y) in itertools.combinations(boxes, 2) if torch.equal(x, y))
@@ -195,7 +189,7 @@ def test_views_of_the_image_and_of_its_positive(flags, others):
 def test_positives_are_drawn_uniformly_and_anew_each_time():
     images, n = data_set("--mix none"), 1000
     images.positives.copy_(torch.arange(10).expand(40, -1))  # a positive is the number of its column
-    drawn = torch.tensor([number_of(images[3][1][0]) for _ in range(n)])
+    drawn = torch.tensor([images[3][1][0][0].unique().item() for _ in range(n)])  # the red of a view of it
     assert (drawn.bincount(minlength=10) - n / 10).abs().max() < 5 * math.sqrt(n / 10)  # image 0 is a positive, too
     assert (drawn[1:] == drawn[:-1]).double().mean().item() == pytest.approx(0.1, abs=0.04)
 

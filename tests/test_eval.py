@@ -35,8 +35,7 @@ def places(tmp_path_factory):
         for i in range(EACH + 2 * TEST):
             folder = root / "data" / ("train" if i < EACH else "val" if i < EACH + TEST else "test") / name
             folder.mkdir(parents=True, exist_ok=True)
-            color = 80 + 60 * np.eye(3)[kind] + rng.normal(0, 35, 3)
-            image = color + rng.normal(0, 12, (16, 16, 3))
+            image = 80 + 60 * np.eye(3)[kind] + rng.normal(0, 35, 3) + rng.normal(0, 12, (16, 16, 3))
             Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(folder / f"{name}{i:02}.png")
     images = common.fingerprint(common.load_dataset("folder", root / "data"))
     for arch in ("vit_micro", "resnet_micro"):

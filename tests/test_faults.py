@@ -35,8 +35,7 @@ def test_a_write_that_fails_is_one_line_and_costs_an_epoch(begun, tmp_path, caps
     before = load(out / "last.pt")
     with pytest.MonkeyPatch.context() as patch:
         tiny.strike(patch, moment, Mock(side_effect=error("No space left on device")))
-        line = refused(capsys, run, "jcl", out, *QUIET)
-    assert f"cannot write {out}" in line
+        assert f"cannot write {out}" in refused(capsys, run, "jcl", out, *QUIET)
     assert unequal(load(out / "last.pt"), before) == [] and not list(out.glob("*.tmp"))
     assert_ends_alike("jcl", begun("jcl"), out)
 

@@ -95,8 +95,7 @@ def test_patchmix_forward():
             h2, h_mix1 = leaf(f["loss_h2"]), leaf(f["loss_h_mix1"])
             query = {(0, False): h2, (1, True): h_mix1}
             key = {(1, False): f["loss_z1"], (0, False): f["loss_z2"], (0, True): f["loss_z_mix2"]}
-            flags = f"--variant released --num-mix {m} --smoothing {smoothing}"
-            loss, terms = patchmix_forward(query, key, flags)
+            loss, terms = patchmix_forward(query, key, f"--variant released --num-mix {m} --smoothing {smoothing}")
             same(terms["loss_oto"], f[f"loss_oto_{kind}"])
             same(terms["loss_mto"], f[f"loss_mto_m{m}"])
             same(terms["loss_mtm"] / m, f[f"loss_mtm_m{m}"])
@@ -179,12 +178,10 @@ def test_logo_affinity_loss_and_dissimilarity():
 
 def test_logo_forward():
     f = golden("logo")
-    names = ("global1", "global2", "local1", "local2")
     model = queue_model(logo.MoCo, f, logo.compared_views())
-    inputs = {name: leaf(f[f"{name}_before_normalisation"]) for name in names}
+    inputs = {name: leaf(f[f"{name}_before_normalisation"]) for name in ("global1", "global2", "local1", "local2")}
     keys = [f["key_global1"], f["key_global2"], f["local1"], f["local2"]]  # no keys of locals are made
-    views = [as_images(x, k) for x, k in zip(inputs.values(), keys, strict=True)]
-    loss, enqueued, *_ = model(views)
+    loss, enqueued, *_ = model([as_images(x, k) for x, k in zip(inputs.values(), keys, strict=True)])
     same(loss, f["nce_total"])
     for name, gradient in zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True):
         same(gradient, f[f"grad_nce_total_{name}_before_normalisation"])

@@ -57,8 +57,6 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (EVALUATIONS, "begun --norm cifar10", "--norm"),
     (EVALUATIONS, "begun/backbone.pt --arch vit_micro --dataset patterns", "leave it out"),  # heads, mean: the file's
     (EVALUATIONS, "begun --encoder momentum --dataset cifar10 --data-dir images", "classes"),
-    (["eval_linear"], "begun --finetune --protocol moco", "--finetune"),
-    (["eval_linear"], "begun --label-fraction 0.1 --label-files notes.txt", "--label-files"),
     (["eval_linear"], "begun --label-files=", "--label-files"),
     (["eval_linear"], "begun --protocol moco", "68 images"),
     (["eval_knn"], "begun --dump missing/features.npz", "--dump"),  # said before the features are computed

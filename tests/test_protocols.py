@@ -69,7 +69,7 @@ def test_recipes_are_the_papers(places, flags, timm_name, expected):
 @pytest.mark.parametrize("flags", [
     "--out x", "--lr 1", "--strengths 1", "--solver lbfgs --lrs 1", "--protocol moco --layer-decay 0.5", "--lrs 0",
     "--protocol moco --metric top1", "--finetune --no-baselines", "--protocol moco --lr nan", "--holdout 1.5",
-    "--holdout 0", "--label-fraction 0",
+    "--holdout 0", "--label-fraction 0", "--protocol moco --finetune", "--label-fraction 0.1 --label-files list.txt",
 ])  # fmt: skip
 def test_flags_without_effect_and_impossible_values_are_refused(flags, capsys):
     line = refused(capsys, eval_linear.parse_args, ["RUN", *flags.split()])
@@ -360,8 +360,7 @@ def test_stopped_and_resumed(tuned, tmp_path):
 def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path, monkeypatch):
     (network, info), before = common.load_backbone(places["RESNET"]), load(places["RESNET"] / "backbone.pt")
     monkeypatch.setattr(common, "load_backbone", lambda *_: (network, info))
-    flags = "--protocol moco --lr 1 --batch-size 16 --epochs 20".split()
-    result = run(places["RESNET"], *flags, "--out", tmp_path)
+    result = run(places["RESNET"], *"--protocol moco --lr 1 --batch-size 16 --epochs 20".split(), "--out", tmp_path)
     assert unequal(network.state_dict(), before["state_dict"]) == [] and not network.training
     assert result["encoder"]["linear_top1"] > 50  # of three classes
 

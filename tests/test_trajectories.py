@@ -164,8 +164,7 @@ def follow(patch, module, method, run, s, d):
         local = d.get("local_permutations", [()] * len(d["loss"]))
         steps = zip(d["permutations"], local, strict=True)  # D5: view 2 is mixed first, because it is the queries'
         shuffles = iter([torch.from_numpy(x) for views, crops in steps for x in (*views[::-1], *crops)])
-        mix = module.patch_mix
-        patch.setattr(module, "patch_mix", lambda *args: mix(*args, next(shuffles)))
+        patch.setattr(module, "patch_mix", lambda *args, mix=module.patch_mix: mix(*args, next(shuffles)))
         patch.setattr(timm.models.vision_transformer, "resample_abs_pos_embed", released_pos_embed)
     if "shuffles" in d:  # of the keys: two processes only
         encode_shuffled_keys = module.encode_shuffled_keys
