@@ -135,6 +135,7 @@ def calls(monkeypatch):
 
 
 ON_IMAGENET = [(method, *row) for method, record in RECORDS.items() for row in record.augmentation]
+TRAININGS = {method: record.four_views for method, record in RECORDS.items() if record.four_views}
 
 
 @pytest.mark.parametrize("method, flags, view, jitter, blur, solarize_p", ON_IMAGENET)
@@ -147,9 +148,6 @@ def test_augment_calls_the_operations_of_the_paper(method, module, flags, view, 
     assert calls == expected + [("solarize", solarize_p)] * (solarize_p > 0)
     theirs = TF.normalize(x / 255 + len(calls), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
     torch.testing.assert_close(y, theirs, rtol=1e-5, atol=0)
-
-
-TRAININGS = {method: record.four_views for method, record in RECORDS.items() if record.four_views}
 
 
 class Same(Blank):
