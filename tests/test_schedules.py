@@ -87,11 +87,14 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
     assert last["lr"] == lr[-1] and last.get("momentum") in (None, *momenta[-1:])
 
 
-def test_lars_adapts_without_weight_decay_too():
-    """The trust ratio is |w| / |g|, times 0.001. Biases, which have none, are in test_golden.py."""
-    weight, gradient = torch.nn.Parameter(torch.ones(3, 4)), torch.arange(12.0).view(3, 4)
-    optimizer = moco_jointcrop.lars(torch.nn.ParameterList([weight]), weight_decay=0.0)
-    optimizer.param_groups[-1]["lr"] = 0.5
-    weight.grad = gradient.clone()
+@pytest.mark.parametrize("shape", [(3, 4), (12,)])
+def test_lars_without_weight_decay(shape):
+    """The trust ratio of weights is |w| / |g|, times 0.001. Biases have none, although their group decays as little."""
+    x, gradient = torch.nn.Parameter(torch.ones(shape)), torch.arange(12.0).view(shape)
+    optimizer = moco_jointcrop.lars(torch.nn.ParameterList([x]), weight_decay=0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    x.grad = gradient.clone()
     optimizer.step()
-    torch.testing.assert_close(weight.detach(), 1 - 0.5 * 0.001 * 12**0.5 / gradient.norm() * gradient)
+    ratio = 0.001 * 12**0.5 / gradient.norm() if len(shape) > 1 else 1.0
+    torch.testing.assert_close(x.detach(), 1 - 0.5 * ratio * gradient)
