@@ -434,7 +434,7 @@ def split_batch(batch_size, num_images, world, parts=1, flag="--batch-size", sma
 
 
 def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
-    """Jitter the colors of each image with probability p.
+    """Jitter the colors of each float image in [0, 1], (n, 3, H, W), with probability p.
 
     Brightness, contrast and saturation are multiplied by a factor from [max(0, 1 - v), 1 + v], where v is the argument.
     The hue is rotated by up to `hue` turns, 0.5 or less, in both directions. The four are applied in random order,
@@ -791,7 +791,8 @@ def embedding_health(q):
 
     q: (n, d), this process's embeddings, which are L2-normalized here. std: sqrt(d) times the standard deviation, mean
     over the dimensions: 1 if uniform on the sphere, 0 if all are equal. rank: the effective rank, exp of the entropy of
-    the singular values, at most min(N - 1, d) for N rows in all (Roy and Vetterli, EUSIPCO 2007).
+    the singular values, at most min(N - 1, d) for N rows in all (Roy and Vetterli, EUSIPCO 2007). Copy it with
+    gather_rows, all_gather_object and rank_and_world.
     """
     q = F.normalize(gather_rows(q).float(), dim=1)
     std = q.std(0, correction=0).mean() * q.shape[1] ** 0.5

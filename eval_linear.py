@@ -302,10 +302,10 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
     """Train a linear classifier on features by SGD with momentum 0.9. Held-out features choose its learning rate.
 
     x: (n, d) and test_x: (m, d), which are standardized by the mean and the standard deviation of x; a feature that
-    does not vary in x, except for rounding, becomes 0. y: (n,) int64. lrs: peak learning rates of cosine schedules;
-    None: 13 from 10^-4.5 to 10^1.5. holdout: fraction of x that is held out to choose one of them, by cross-validation
-    if that is less than 400 rows. If each class has one row, the fitted rows choose. The final fit uses all of x.
-    Random numbers are torch's global ones.
+    does not vary in x, except for rounding, becomes 0. y: (n,) int64, on x's device. lrs: peak learning rates of cosine
+    schedules; None: 13 from 10^-4.5 to 10^1.5. holdout: fraction of x that is held out to choose one of them, by
+    cross-validation if that is less than 400 rows. If each class has one row, the fitted rows choose. The final fit
+    uses all of x. Random numbers are torch's global ones.
     Returns {'logits': (m, num_classes), 'chosen': learning rate, 'held_out': {learning rate: percent}}.
     To copy it, also copy hold_out, best_of and affine, and delete common.progress.
     """
@@ -350,7 +350,8 @@ def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=
     These are W and, in the last row, the bias b, which minimize sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2.
     x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn, but 2 / C for two classes, where scikit-learn
     penalizes one weight vector, the difference of the two here. tolerance: a warning is logged if an entry of the
-    final gradient exceeds it (of the sum divided by n, with respect to b and the whitened weights V below).
+    final gradient exceeds it (of the sum divided by n, with respect to b and the whitened weights V below). To copy it,
+    replace common.log by print.
     """
     # L-BFGS finds V, with W = P V, where P whitens the features as far as the penalty allows: fewer iterations
     values, basis = torch.linalg.eigh(x.T @ x / len(x))
@@ -384,7 +385,7 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
     strength means the same for every encoder, and directions keep their relative size. Computes in float64. y: (n,)
     int64. rest, check: rows to fit and rows to choose by; if check is empty, the fitted rows choose. The final fit uses
     both. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
-    To copy it, also copy scores, best_of, affine and logistic_regression, and delete what calls common.
+    To copy it, also copy scores, best_of, affine and logistic_regression, and delete common.progress.
     """
     mean = x[rest].double().mean(0)
     scale = (x[rest] - mean).square().mean().sqrt().clamp_min(1e-12)

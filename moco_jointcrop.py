@@ -163,8 +163,8 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     as for -beta, and mirrored within its half, to s_b - x if x > 0 and to -s_b - x if x < 0. Given x, a is uniform
     where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4-10).
 
-    low, high: s_min, s_max. u, v: uniform draws from [0, 1), of x and of a. beta: a finite number, or None. offset: 0.1
-    in the released code (D1). Raises ValueError unless 0 < low <= high.
+    low, high: s_min, s_max. u, v: floats, uniform draws from [0, 1), of x and of a. beta: a finite number, or None.
+    offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
         raise ValueError(f"joint_from_uniform takes 0 < low <= high, not low {low} and high {high}")
@@ -383,7 +383,8 @@ class MoCo(MoCoBase):
     """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
     Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
-    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights and queue equal.
+    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights and queue equal,
+    unless it has broadcast_buffers=False.
     backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
     negatives. temperature: of the loss.
     """

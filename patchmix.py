@@ -206,10 +206,10 @@ def mix_targets(n, num_mix):
     """Return the positives of mixed images: their sources, and the mixed images that share some of them (Eq. 10-12).
 
     n: the number of images that are mixed with each other, N. num_mix: M.
-    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices,
-    from 0 to n - 1, are rows of these images' keys. Add rank * n if the keys of all processes are gathered. mto_weight
-    is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive
-    can occur twice; its weights then add up.
+    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)), on the CPU,
+    weights in float32. The indices, from 0 to n - 1, are rows of these images' keys. Add rank * n if the keys of all
+    processes are gathered. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which sum to M. With
+    fewer than 2M - 1 images a positive can occur twice; its weights then add up.
     """
     i = torch.arange(n)[:, None]
     mto_index = (i + torch.arange(num_mix)) % n  # Eq. 10; Algorithm 1, line 8
@@ -299,9 +299,9 @@ class PatchMix(nn.Module):
     Copy it with TERMS, head, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix, gather.
     On several GPUs convert it by timm.layers.convert_sync_batchnorm, and wrap it in DistributedDataParallel.
 
-    backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. num_mix, patch_size, slices: see `mix_batch`.
-    terms: {name: weight}, those of Eq. 16 to compute; None: all, with weight 1. temperature: tau. smoothing: of oto
-    (D1). key_encoder: "momentum", or "query" (D4).
+    backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. patch_size: the ViT's. num_mix, slices: see
+    `mix_batch`. terms: {name: weight}, those of Eq. 16 to compute; None: all, with weight 1. temperature: tau.
+    smoothing: of oto (D1). key_encoder: "momentum", or "query" (D4).
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class PatchMix(nn.Module):
         self.projector = head(width, hidden, hidden, dim)
         self.predictor = head(dim, hidden, dim)
         self.momentum_backbone, self.momentum_projector = self.backbone, self.projector  # D4; `update` changes nothing
-        if key_encoder == "momentum":  # line 2
+        if key_encoder != "query":  # line 2
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
             for module in self.momentum_backbone.modules():
