@@ -63,8 +63,8 @@ def train_each(folder, cases):
         method, *flags = case.split()
         module = MODULES[method]
         module.augment = functools.partial(random_view, generator())
-        # without a queue, batch norm is over all processes: on CPUs each would have its own
-        module.DistributedDataParallel = lambda model: DDP(model if hasattr(model, "queue") else synchronize(model))
+        # without ShuffleBN's groups, batch norm is over all processes: on CPUs each would have its own
+        module.DistributedDataParallel = DDP if "--bn-groups" in flags else lambda model: DDP(synchronize(model))
         arch = ["--drop-path", "0"] if RECORDS[method].small == "vit_micro" else ["--arch", "nano"]
         args = module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"])
         module.main(args, train=common.Patterns(96, 16, seed=0))  # three steps

@@ -66,7 +66,7 @@ def test_a_model_works_alone(method, kind, arguments, given):
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
         losses.append(loss.item())
     assert losses[0] == losses[1]
-    assert (losses[1] != losses[2]) == (kind not in RECORDS[method].not_shuffled)
+    assert (losses[1] != losses[2]) == (kind not in RECORDS[method].not_shuffled), "see not_shuffled in methods.py"
 
 
 @pytest.mark.parametrize("method, kind, arguments, given", MODELS)
