@@ -1220,14 +1220,16 @@ def write_file(path, write):
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
     files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
-    # A run that was killed during its first save has config.json, perhaps the others, and one epoch; by --resume, more
-    epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
-    names = ("config.json", "backbone.pt", "metrics.jsonl", f"epoch-{epochs:04d}.pt")
-    is_kept = ("backbone.pt" in files and "config.json" not in files) or (epochs > 1 and not resume)
-    temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
-    if "last.pt" not in files and (is_kept or {*files} - {*temporary, *names}):
-        raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
-    for file in temporary:  # of a save that was killed
+    names = ("config.json", "backbone.pt", "metrics.jsonl", "last.pt", "epoch-")
+    temporary = [file for file in files if file.startswith(names) and file.endswith(".tmp")]
+    if "last.pt" not in files:  # then it may only have what a run that was killed in its first save has left
+        epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
+        others = {*files} - {*names, *temporary, f"epoch-{epochs:04d}.pt"}
+        is_encoder = "backbone.pt" in files and "config.json" not in files
+        lost_its_checkpoint = epochs > 1 and not resume  # a run by --resume begins with several epochs
+        if others or is_encoder or lost_its_checkpoint:
+            raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
+    for file in temporary:
         os.unlink(os.path.join(out, file))
     if "last.pt" in files:
         if Path(resume or "").name.startswith("epoch-") and Path(resume).resolve().parent == Path(out).resolve():
