@@ -89,6 +89,20 @@ BEGINS = {f"{name}-{recipe}": (name, recipe) for recipe in REDUCED for name in B
 del BEGINS[f"patchmix-{WITH_RESNET18}"]
 COLLAPSED = 0.2  # a lower std after three epochs
 
+FROM_008 = ", crops from 0.08 of the area"
+SMALL = {  # the rows of the table of small_encoders.json: their names there, and in the table
+    "MoCo v2, as its recipe is": "MoCo v2, `moco_jointcrop.py --joint none`",
+    "J-Crop(0), as its recipe is": "J-Crop(0), `moco_jointcrop.py`",
+    f"MoCo v2{FROM_008}": "MoCo v2, the baseline of JCL and CLIM, `moco_jointcrop.py --joint none --crop-scale 0.08 1`",
+    f"J-Crop(0){FROM_008}": "J-Crop(0), `moco_jointcrop.py --crop-scale 0.08 1`",
+    "JCL, as its recipe is": "JCL, `jcl.py`",
+    "CLIM, as its recipe is": "CLIM, `clim.py` (positives from the sixth epoch on)",
+    "MoCo, both views as queries, as its recipe is": "MoCo, both views as queries, `logo.py --local-crops 0`",
+    "LoGo on MoCo, as its recipe is": "LoGo on MoCo, `logo.py`",
+    "MoCo v3, as its recipe is": "MoCo v3, `patchmix.py --num-mix 1 --terms oto,mto --arch vit_micro`",
+    "PatchMix, as its recipe is": "PatchMix, `patchmix.py --arch vit_micro`",
+}
+
 NOISE = 0.5  # points by which 10,000 test images alone let an accuracy err
 
 
@@ -226,7 +240,16 @@ def trained_on_gpu():
     return markdown(heads, rows) if rows else ""
 
 
-TABLES = {"gpu": trained_on_gpu, "begin": begun, "claims": claims}
+def small_encoders():
+    """Markdown of kNN after 20 epochs of small encoders, for each seed."""
+    runs, rows = kept("small_encoders"), []
+    for name, label in SMALL.items():
+        last = [runs[name + seed]["epochs"][-1] for seed in ("", ", seed 1", ", seed 2") if name + seed in runs]
+        rows.append([label, *(", ".join(f"{record[k]:.1f}" for record in last) for k in ("knn20_top1", "knn200_top1"))])
+    return markdown(["`--dataset cifar10 --arch resnet_mini --epochs 20`", "kNN, k 20, each seed", "k 200"], rows)
+
+
+TABLES = {"gpu": trained_on_gpu, "small": small_encoders, "begin": begun, "claims": claims}
 PAGES = [KEPT / "README.md", KEPT / "earlier.md"]
 
 
