@@ -33,6 +33,8 @@ def test_the_numbers_of_the_front_page():
         seeds = [seed for seed in ("", ", seed 1", ", seed 2") if names[0] + seed in small]
         means = [np.mean([small[name + seed]["epochs"][-1]["knn20_top1"] for seed in seeds]) for name in names]
         assert percents == " → ".join(f"{mean:.1f}" for mean in means)
+    longer = [small[f"{name}{own}, 50 epochs"]["epochs"][-1]["knn20_top1"] for name in ("MoCo v2", "J-Crop(0)")]
+    assert "in 50 epochs (one seed), its small encoder has {:.1f} → {:.1f}".format(*longer) in page
     arms = "moco-008", "jointcrop-008", "jcl"
     before, *after = [results.kept(f"gpu/{arm}-s0")["epochs"][-1]["knn20_top1"] for arm in arms]
     assert of_resnet18 == [f"{before:.1f} → {accuracy:.1f}" for accuracy in after]
