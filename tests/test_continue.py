@@ -72,7 +72,7 @@ def test_ended_at_each_moment_in_turn(straight, tmp_path):
 
 
 def test_ended_in_the_first_save_of_a_resumed_run(straight, tmp_path):
-    """In a new folder, which has earlier epochs and epoch-0003.pt before it has last.pt. The same command goes on."""
+    """In a new folder, which has earlier epochs and epoch-0003.pt before it has last.pt. The same command resumes."""
     first = straight("jcl --keep-every 1")
     words = [*JCL, "--keep-every", "1", "--resume", first / "epoch-0002.pt", "--out", tmp_path]
     ends = [life("jcl", words, f"save {number}")[0] for number in range(1, 16)]  # of config.json and of a save
