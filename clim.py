@@ -353,8 +353,8 @@ class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
     Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
-    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights and queue equal,
-    unless it has broadcast_buffers=False.
+    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes the weights equal and,
+    without broadcast_buffers=False, the queues.
     backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
     and keys. queue: number of negatives. temperature: tau.
     """

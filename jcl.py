@@ -184,8 +184,8 @@ class JCL(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with M' keys per query (Algorithm 1).
 
     Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
-    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights and queue equal,
-    unless it has broadcast_buffers=False.
+    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes the weights equal and,
+    without broadcast_buffers=False, the queues.
     backbone: (n, 3, H, W) -> (n, width). dim: of queries and keys. queue: number of negatives. temperature: tau.
     vanilla: the loss is the average of info_nce over the keys.
     """

@@ -303,9 +303,9 @@ class MoCo(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with global and local views.
 
     Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process,
-    ShuffleBN needs convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights
-    and queue equal. backbone: (n, 3, H, W) -> (n, width). pairs: from `compared_views`. dim: of queries and keys.
-    queue: number of negatives. temperature: tau. reduction: see `combine`.
+    ShuffleBN needs convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes the
+    weights equal and, without broadcast_buffers=False, the queues. backbone: (n, 3, H, W) -> (n, width). pairs: from
+    `compared_views`. dim: of queries and keys. queue: number of negatives. temperature: tau. reduction: see `combine`.
     """
 
     def __init__(self, backbone, width, pairs, dim=128, queue=4096, temperature=0.07, reduction="mean"):

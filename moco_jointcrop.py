@@ -383,8 +383,8 @@ class MoCo(MoCoBase):
     """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
     Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
-    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes weights and queue equal,
-    unless it has broadcast_buffers=False.
+    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes the weights equal and,
+    without broadcast_buffers=False, the queues.
     backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
     negatives. temperature: of the loss.
     """

@@ -309,11 +309,13 @@ class PatchMix(nn.Module):
         smoothing=0.0, key_encoder="momentum",
     ):  # fmt: skip
         super().__init__()
+        if key_encoder not in ("momentum", "query"):
+            raise ValueError(f"key_encoder is 'momentum' or 'query', not {key_encoder!r}")
         self.backbone = backbone  # line 1
         self.projector = head(width, hidden, hidden, dim)
         self.predictor = head(dim, hidden, dim)
         self.momentum_backbone, self.momentum_projector = self.backbone, self.projector  # D4; `update` changes nothing
-        if key_encoder != "query":  # line 2
+        if key_encoder == "momentum":  # line 2
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
             for module in self.momentum_backbone.modules():

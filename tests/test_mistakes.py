@@ -117,6 +117,7 @@ WRONG_ARGUMENTS = {  # of functions that other projects copy: those that torch w
     "logo: pairs in capitals": lambda: logo.compared_views("ALL"),
     "patchmix: more images than patches": lambda: patchmix.patch_mix(IMAGES, 5, 4),
     "patchmix: index of other rows": lambda: patchmix.soft_info_nce(A, A, torch.zeros(3, 3), torch.ones(3), 1),
+    "patchmix: another key encoder": lambda: patchmix.PatchMix(torch.nn.Identity(), 8, 8, 8, key_encoder="momentun"),
     "patchmix: a query alone": lambda: patchmix.soft_info_nce(A[0], A[0], torch.zeros(6, 3), torch.ones(3), 1),
 }
 
