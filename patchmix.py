@@ -87,7 +87,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", action=common.AreaRange, default=[0.05, 1.0], help="area range of RandomResizedCrop")
-    add("--local-size", type=common.positive_int, help="local crop size; if None, min(96, half a view) (D6)")
+    add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (D6)")
     add("--local-scale", action=common.AreaRange, default=[0.05, 0.35], help="area range of local crops (D6)")
     add("--blur-p", action=common.FractionPair, default=[1.0, 0.1], help="probability of blur, views 1 and 2")
 
@@ -104,8 +104,6 @@ def parse_args(argv=None):
     common.refuse(parser, args, args.key_encoder == "query", ["momentum"], "with --key-encoder query")
     if args.min_lr > args.lr:
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
-    if args.local_size is None:  # 96 as released, in whole patches
-        args.local_size = max(args.patch_size, min(96, args.image_size // 2) // args.patch_size * args.patch_size)
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
         if set(terms) != {"oto"} and (size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2):
             needed = f"whole patches, and at least --num-mix {args.num_mix} of them"
@@ -115,17 +113,17 @@ def parse_args(argv=None):
 
 CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, norm; not in the paper: mix_slices
     arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, min_lr=5e-7,
-    mix_slices=4, crop_scale=[0.1, 1.0], norm="imagenet",
+    mix_slices=4, crop_scale=[0.1, 1.0], norm="imagenet", local_size=16,
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.1.2, Tables 9 and 10
     patterns=dict(  # not in the paper: for a laptop, with small heads, few patches, weak views
         arch="vit_micro", image_size=32, patch_size=8, epochs=50, batch_size=64, lr=4e-3, min_lr=4e-6, warmup=1.0,
         weight_decay=[0.02, 0.2], momentum=[0.98, 1.0], num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
-        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1],
+        crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], local_size=16,
     ),
     cifar10=CIFAR,
     cifar100=CIFAR,
-    stl10=dict(CIFAR, image_size=96, patch_size=6),  # not in the paper
+    stl10=dict(CIFAR, image_size=96, patch_size=6, local_size=48),  # not in the paper
     imagenet100={},  # not in the paper
     imagenet={},
     folder=dict(mix_slices=1),  # not in the paper, because there may be few images

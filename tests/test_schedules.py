@@ -87,14 +87,15 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
     assert last["lr"] == lr[-1] and last.get("momentum") in (None, *momenta[-1:])
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (12,)])
-def test_lars_without_weight_decay(shape):
+def test_lars_without_weight_decay():
     """The trust ratio of weights is |w| / |g|, times 0.001. Biases have none, although their group decays as little."""
-    x, gradient = torch.nn.Parameter(torch.ones(shape)), torch.arange(12.0).view(shape)
-    optimizer = moco_jointcrop.lars(torch.nn.ParameterList([x]), weight_decay=0.0)
+    parameters = torch.nn.ParameterList([torch.ones(3, 4), torch.ones(12)])
+    optimizer = moco_jointcrop.lars(parameters, weight_decay=0.0)
     for group in optimizer.param_groups:
         group["lr"] = 0.5
-    x.grad = gradient.clone()
+    gradient = torch.arange(12.0)
+    for x in parameters:
+        x.grad = gradient.view(x.shape).clone()
     optimizer.step()
-    ratio = 0.001 * 12**0.5 / gradient.norm() if len(shape) > 1 else 1.0
-    torch.testing.assert_close(x.detach(), 1 - 0.5 * ratio * gradient)
+    for x, ratio in zip(parameters, (0.001 * 12**0.5 / gradient.norm(), 1.0), strict=True):
+        torch.testing.assert_close(x.detach().flatten(), 1 - 0.5 * ratio * gradient)
