@@ -7,8 +7,7 @@ import zlib
 import pytest
 import tiny
 import torch
-from conftest import MODULES, NANO, generator, slow_but
-from global_batch_norm import synchronize
+from conftest import MODULES, NANO, generator, slow_but, synchronize
 from methods import RECORDS
 from timm.layers import BatchNormAct2d
 from torch import nn

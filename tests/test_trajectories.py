@@ -17,8 +17,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import MODULES, ROOT, Blank, slow_but
-from global_batch_norm import synchronize
+from conftest import MODULES, ROOT, Blank, slow_but, synchronize
 
 import common
 

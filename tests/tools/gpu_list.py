@@ -112,11 +112,20 @@ def card():
     return dict(device=name, torch=torch.__version__, cuda=torch.version.cuda, commit=os.environ.get("COMMIT"))
 
 
+def columns(epochs):
+    """The records of epochs as {name: [value of each epoch]}, or as {name: {epoch: value}} if only some have it."""
+    found = {}
+    for name in dict.fromkeys(itertools.chain(*epochs)):
+        values = {str(epoch["epoch"]): epoch[name] for epoch in epochs if name in epoch}
+        found[name] = [*values.values()] if len(values) == len(epochs) else values
+    return found
+
+
 def write(file, record):
-    """Write a JSON file, with an epoch per line and numbers of five digits."""
+    """Write a JSON file, with a list or an innermost object per line and numbers of five digits."""
     record = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.5g}"))
     text = json.dumps(record, indent=1) + "\n"
-    text = re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text)
+    text = re.sub(r"[{\[][^][{}]*[]}]", lambda found: " ".join(found[0].split()), text)
     common.write_file(file, lambda f: f.write(text.encode()))
 
 
@@ -183,7 +192,7 @@ def record(name, flags):
     speeds = [epoch["images_per_s"] for epoch in epochs]
     found = dict(title=ARMS[arm][0], command=f"{ARMS[arm][1]} {flags} --seed {seed}")
     found |= dict(seconds=round(sum(images / np.array(speeds))), images_per_s=round(float(np.median(speeds))))
-    return found | dict(epochs=epochs) | card()
+    return found | dict(epochs=columns(epochs)) | card()
 
 
 def jitter_per_image(x, *values, p, jitter=common.color_jitter):

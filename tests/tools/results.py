@@ -1,12 +1,10 @@
-"""Makes the runs behind the tables of tests/results/*.md, and the tables, by hand.
+"""Makes the runs behind the tables of tests/results/README.md, and the tables, by hand.
 
     python tests/tools/results.py begin --data-dir DIR [--arms jcl-stl10]   three epochs of every recipe
     python tests/tools/results.py gpu --archive FILE [--minutes 9]          what gpu_list.py has for a GPU
-    python tests/tools/results.py readme                                    the tables of tests/results/*.md
-    python tests/tools/results.py curves                                    the learning curves (needs matplotlib)
+    python tests/tools/results.py readme                                    the tables of tests/results/README.md
 
-claims.json is of earlier recipes; each of its runs names its command and commit. Its "baselines", raw pixels and
-untrained encoders, are what eval_knn.py and eval_linear.py print beside a run's.
+The tables of earlier.md are of earlier recipes, and are not made again.
 """
 
 import argparse
@@ -15,7 +13,6 @@ import itertools
 import json
 import re
 import shutil
-import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -30,43 +27,6 @@ import common
 KEPT, RUNS = ROOT / "tests" / "results", ROOT / "runs" / "results"
 RESNET, VIT = "resnet_mini", "vit_micro"  # PatchMix has the ViT
 
-ARMS = {  # of claims.json: how tables call them
-    "moco": "MoCo v2",
-    "jcl": "JCL",
-    "jointcrop": "J-Crop(0)",
-    "clim": "CLIM",
-    "jointblur": "J-Blur(0)",
-    "moco-symmetric": "MoCo, both views as queries",
-    "logo-moco": "LoGo on MoCo",
-    "logo-moco-no-l2l": "LoGo on MoCo, no local-to-local",
-    "patchmix-1": "PatchMix, M = 1",
-    "patchmix-3": "PatchMix, M = 3",
-    "simsiam": "SimSiam",
-    "logo-simsiam": "LoGo on SimSiam",
-    "moco-twice": "MoCo v2, 100 epochs",
-    "moco-half-more": "MoCo v2, 75 epochs",
-    "mocov3": "MoCo v3",
-    "patchmix-released": "PatchMix, M = 3, released",
-}
-CURVES = {  # the panels of the picture
-    "MoCo v2 and what builds on it": "moco jcl jointcrop clim jointblur moco-symmetric logo-moco".split(),
-    "SimSiam": ["simsiam", "logo-simsiam"],
-    "PatchMix": ["patchmix-1", "patchmix-3"],
-}
-
-CLAIMS = (  # an arm, the one that it is to beat, its time over that one's
-    ("jointcrop", "moco", "1"),
-    ("jointblur", "moco", "1"),
-    ("jcl", "moco", "2"),
-    ("jcl", "moco-twice", "1"),
-    ("clim", "moco", "1.5"),
-    ("clim", "moco-half-more", "1"),
-    ("logo-moco", "moco-symmetric", "2.5"),
-    ("logo-moco-no-l2l", "moco-symmetric", "1.8"),
-    ("logo-simsiam", "simsiam", "2.5"),
-    ("patchmix-3", "patchmix-1", "1"),
-    ("patchmix-released", "mocov3", "1.1"),
-)
 # What `begin` trains, {name: script with flags}, with each recipe. cifar100's differs from cifar10's by its norm only.
 BEGUN = {
     "moco-v1": "moco_jointcrop.py --moco v1 --joint none",
@@ -103,18 +63,11 @@ SMALL = {  # the rows of the table of small_encoders.json: their names there, an
     "PatchMix, as its recipe is": "PatchMix, `patchmix.py --arch vit_micro`",
 }
 
-NOISE = 0.5  # points by which 10,000 test images alone let an accuracy err
-
 
 def kept(name):
     """What is kept in a file of tests/results."""
     file = KEPT / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}
-
-
-def runs_of(arm):
-    """What is kept of an arm's runs: {seed: record}."""
-    return kept("claims").get(arm, {})
 
 
 def versions():
@@ -128,7 +81,7 @@ def three_epochs(name, recipe, images):
     out, dataset = RUNS / "begin" / f"{name}-{recipe}", "cifar10" if recipe == WITH_RESNET18 else recipe
     where = f"--device cpu --workers 0 --knn-every 0 --dataset {dataset} --out {out}"
     module, args = parse(f"{BEGUN[name]} {where}")
-    own = dict(recipe=dataset, size=np.max(args.image_size).item(), batch=args.batch_size)
+    own = dict(dataset=dataset, image_size=np.max(args.image_size).item(), batch_size=args.batch_size)
     if recipe not in ("patterns", WITH_RESNET18):
         args.arch = VIT if name == "patchmix" else RESNET
     args.batch_size = min(args.batch_size, 512)
@@ -147,12 +100,11 @@ def three_epochs(name, recipe, images):
     began = time.time()
     with training_batches(begin_epoch), contextlib.suppress(KeyboardInterrupt):
         module.main(args, train=images)
-    names = ("epoch", "loss", "std", "rank", "grad_norm", "lr")
-    epochs = [{name: float(f"{epoch[name]:.4g}") for name in names} for epoch in records(out)]
+    epochs = [{name: epoch[name] for name in ("epoch", "loss", "std", "rank", "grad_norm")} for epoch in records(out)]
     uniform = json.loads((out / "config.json").read_text()).get("loss_at_uniform_logits")
-    used = dict(arch=args.arch, used_size=np.max(args.image_size).item(), used_batch=args.batch_size)
-    made = dict(images=len(images), steps=len(images) // args.batch_size, uniform=uniform)
-    return own | dict(epochs=epochs, command=BEGUN[name]) | used | made | dict(seconds=round(time.time() - began))
+    used = dict(images=len(images), image_size=np.max(args.image_size).item(), batch_size=args.batch_size)
+    found = dict(command=BEGUN[name], recipe=own, used=dict(arch=args.arch) | used, loss_at_uniform_logits=uniform)
+    return found | dict(epochs=gpu_list.columns(epochs), seconds=round(time.time() - began))
 
 
 def begin(args):
@@ -167,54 +119,21 @@ def begin(args):
         record = three_epochs(name, recipe, images) | versions()
         found = kept("begin") | {arm: record}
         gpu_list.write(KEPT / "begin.json", {arm: found[arm] for arm in BEGINS if arm in found})
-        print(f"{arm}: std {record['epochs'][-1]['std']}, {record['seconds']} s", flush=True)
+        print(f"{arm}: std {record['epochs']['std'][-1]}, {record['seconds']} s", flush=True)
 
 
 # --------------------------------------------------------------- the tables
-
-
-def scores(record):
-    """Percents at the end of a run: (kNN, linear)."""
-    return record["epochs"][-1]["knn20_top1"], record["linear_top1"]
-
-
-def spread(values):
-    """Mean, with its sign, and standard deviation in words."""
-    mean = f"{round(statistics.mean(values), 1) + 0.0:+.1f}"  # + 0.0: never "-0.0"
-    return mean + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
-
-
-def gains(arm, other):
-    """Points by which an arm is above another, one for each seed that both have: (kNN's, linear's)."""
-    runs, others = runs_of(arm), runs_of(other)
-    pairs = [(scores(runs[seed]), scores(others[seed])) for seed in sorted(runs.keys() & others.keys())]
-    return [[ours[i] - theirs[i] for ours, theirs in pairs] for i in (0, 1)]
 
 
 def markdown(heads, rows):
     return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *rows])
 
 
-def claims():
-    """Markdown of all comparisons, over the seeds that both arms have, and the verdicts that follow."""
-    rows = []
-    for arm, other, cost in CLAIMS:
-        seeds = runs_of(arm).keys() & runs_of(other).keys()
-        cells, found = [ARMS[arm], ARMS[other]], gains(arm, other)
-        for i, gained in enumerate(found):
-            before = statistics.mean(scores(runs_of(other)[seed])[i] for seed in seeds)
-            cells += [f"{before:.1f} → {before + statistics.mean(gained):.1f}", spread(gained)]
-        lowest, highest = min(sum(found, [])), max(sum(found, []))  # of all seeds and measures
-        verdict = "+" if lowest > NOISE else "-" if highest < -NOISE else "unclear"
-        rows.append([*cells, f"x {cost}", verdict])
-    return markdown(["method", "over", "kNN", "gain", "linear", "gain", "time", "verdict"], rows)
-
-
 def begun():
     """Markdown of `std` after the third epoch of each recipe."""
     cells = {}
     for arm, record in kept("begin").items():
-        std = record["epochs"][-1]["std"]
+        std = record["epochs"]["std"][-1]
         bold = "**" * (std < COLLAPSED)
         cells[BEGINS[arm]] = f"{bold}{std:.2f}{bold}"
     rows = [[f"`{script}`", *(cells.get((name, recipe), "") for recipe in REDUCED)] for name, script in BEGUN.items()]
@@ -227,10 +146,10 @@ def trained_on_gpu():
     for file in sorted((KEPT / "gpu").glob("*-s?.json")):
         record = json.loads(file.read_text())
         epochs = record["epochs"]
-        if f"--epochs {len(epochs)} " not in record["command"]:
+        if f"--epochs {len(epochs['epoch'])} " not in record["command"]:
             continue  # the time was over
-        stds = ", ".join(f"{epoch['std']:.2f}" for epoch in epochs[:5:2])
-        knn = ", ".join(f"{e['knn20_top1']:.1f} after {e['epoch']}" for e in epochs if "knn20_top1" in e)
+        stds = ", ".join(f"{std:.2f}" for std in epochs["std"][:5:2])
+        knn = ", ".join(f"{accuracy:.1f} after {epoch}" for epoch, accuracy in epochs["knn20_top1"].items())
         k_200 = {temperature: scores["knn200_top1"] for temperature, scores in record.get("kNN", {}).items()}
         finals = k_200.get("0.07"), record.get("linear", {}).get("linear_top1")
         line = re.sub(r" --(knn-every|seed) \d+", "", record["command"])
@@ -244,17 +163,18 @@ def small_encoders():
     """Markdown of kNN after 20 epochs of small encoders, for each seed."""
     runs, rows = kept("small_encoders"), []
     for name, label in SMALL.items():
-        last = [runs[name + seed]["epochs"][-1] for seed in ("", ", seed 1", ", seed 2") if name + seed in runs]
-        rows.append([label, *(", ".join(f"{record[k]:.1f}" for record in last) for k in ("knn20_top1", "knn200_top1"))])
+        seeds = [runs[name + seed]["epochs"] for seed in ("", ", seed 1", ", seed 2") if name + seed in runs]
+        percents = [[epochs[f"knn{k}_top1"]["20"] for epochs in seeds] for k in (20, 200)]  # after 20 epochs
+        rows.append([label, *(", ".join(f"{accuracy:.1f}" for accuracy in part) for part in percents)])
     return markdown(["`--dataset cifar10 --arch resnet_mini --epochs 20`", "kNN, k 20, each seed", "k 200"], rows)
 
 
-TABLES = {"gpu": trained_on_gpu, "small": small_encoders, "begin": begun, "claims": claims}
-PAGES = [KEPT / "README.md", KEPT / "earlier.md"]
+TABLES = {"gpu": trained_on_gpu, "small": small_encoders, "begin": begun}
+PAGE = KEPT / "README.md"
 
 
 def with_tables(page):
-    """A page's text with each table between its two marks written anew. A table may be empty, and have no marks."""
+    """The page's text with each table between its two marks written anew. A table may be empty, and have no marks."""
     for what, make in TABLES.items():
         begin, end = f"<!-- tests/tools/results.py: {what} -->\n", "<!-- end -->"
         if begin in page:
@@ -263,30 +183,10 @@ def with_tables(page):
     return page
 
 
-def curves(args):
-    """kNN accuracy over the epochs: mean and range over the seeds."""
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4.2), sharey=True, layout="tight")
-    for panel, (title, arms) in zip(panels, CURVES.items(), strict=True):
-        for arm in arms:
-            runs = [record["epochs"] for record in runs_of(arm).values()]
-            epochs, values = [r["epoch"] for r in runs[0]], np.array([[r["knn20_top1"] for r in run] for run in runs])
-            (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=ARMS[arm])
-            panel.fill_between(epochs, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15)
-        panel.axhline(kept("claims")["baselines"]["raw pixels"]["knn20_top1"], ls="--", c="gray", label="raw pixels")
-        panel.set(title=title, xlabel="epoch")
-        panel.legend(fontsize=8)
-        panel.grid(alpha=0.3)
-    panels[0].set(ylabel="kNN top-1, % (k = 20)")
-    figure.savefig(ROOT / ".github" / "cifar_curves.png", dpi=100)
-
-
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
-    actions = dict(begin=begin, gpu=gpu_list.run, curves=curves)
-    actions["readme"] = lambda args: [page.write_text(with_tables(page.read_text())) for page in PAGES]
+    actions = dict(begin=begin, gpu=gpu_list.run, readme=lambda args: PAGE.write_text(with_tables(PAGE.read_text())))
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="folder of CIFAR-10")
     parser.add_argument("--arms", nargs="+", choices=[*BEGINS, *gpu_list.CHOICES], metavar="ARM")
