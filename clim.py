@@ -53,7 +53,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(os.path.basename(__file__), description=__doc__.splitlines()[0])
 
     add = parser.add_argument_group("loss").add_argument
-    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing, half the loss per key (Table 6)")
+    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing; each key counts half (Table 6)")
     add("--alpha", type=common.concentration, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
     add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
@@ -62,14 +62,14 @@ def parse_args(argv=None):
     ways = ("none", "random", "knn", "kmeans", "center")
     add("--selection", choices=ways, default="center", help="how positives are selected (Table 6); none: MoCo v2")
     add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); folder: 1 per 128 images")
-    add("--knn-k", type=common.positive_int, default=40, help="nearest neighbors, k (Table 8)")
+    add("--knn-k", type=common.positive_int, default=40, help="number of nearest neighbors, k (Table 8)")
     add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
     add("--refresh-every", type=common.positive_int, default=5, help="epochs between selections (App. A.2)")
-    add("--clim-start", type=common.nonnegative_int, default=5, help="epochs without positives")  # not in the paper
+    add("--clim-start", type=common.nonnegative_int, default=5, help="epochs before any positives")  # not in the paper
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
-    add("--image-size", type=common.positive_int, nargs="+", help="view sizes in pixels (Table 7)")
+    add("--image-size", type=common.positive_int, nargs="+", help="sizes of the views, in pixels (Table 7)")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch, for ShuffleBN")
@@ -88,7 +88,7 @@ def parse_args(argv=None):
     add("--same-crop", action="store_true", help="share one crop between query and key (D5)")
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (Table 7, D6)")
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (Table 7)")
-    add("--local-scale", action=common.AreaRange, default=[0.05, 0.14], help="area range of local crops (4.4)")
+    add("--local-scale", action=common.AreaRange, default=[0.05, 0.14], help="area range of local crops (section 4.4)")
 
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate

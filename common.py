@@ -1096,7 +1096,7 @@ def add_shared_arguments(parser, add):
     workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if torch.cuda.is_available() else 0
     seed = bounded("an integer from 0 to 2^32 - 1", int, lambda x: 0 <= x < 2**32)
     add("--seed", type=seed, default=0, help="random seed")
-    add("--workers", type=nonnegative_int, default=workers, help="data loading processes per training process")
+    add("--workers", type=nonnegative_int, default=workers, help="data loading workers per process")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
     add("--amp", choices=("auto", "off"), default="auto", help="auto: bf16 on GPUs that support it; off: float32")
 
@@ -1111,9 +1111,9 @@ def add_evaluation_arguments(parser):
     parser.usage = "%(prog)s RUN [options]"
     add = parser.add_argument_group("what is evaluated").add_argument
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
-    add("--dataset", choices=DATASETS, help="if None, the dataset that the encoder was trained on")
+    add("--dataset", choices=DATASETS, help="dataset; if None, the one that the encoder was trained on")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="its folder; without --dataset, that used in training")
-    add("--encoder", choices=("query", "momentum"), help="if None, the encoder that the paper evaluates")
+    add("--encoder", choices=("query", "momentum"), help="encoder; if None, the one that the paper evaluates")
     add("--no-baselines", action="store_true", help="do not evaluate raw pixels and the untrained encoder")
     add_shared_arguments(parser, add)
     add = parser.add_argument_group("the encoder in a third-party FILE").add_argument
@@ -1140,7 +1140,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
     add("--norm", choices=NORMS, help="dataset statistics used for normalization")
-    add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to start the encoder from; resuming needs it")
+    add("--init", type=os.path.abspath, metavar="FILE", help="initial weights of the encoder; needed to resume, too")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
     add("--out", type=os.path.abspath, metavar="DIR", help="folder, by default in runs/; an existing run is resumed")
     add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
@@ -1148,7 +1148,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     add("--knn-every", type=nonnegative_int, metavar="N", help="evaluate by kNN every N epochs; 0: never")
     add("--show-views", type=os.path.abspath, metavar="FILE.png", help="write a picture of the views, and exit")
     add_shared_arguments(parser, add)
-    add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
+    add("--compile", action="store_true", help="compile the encoders: a slow first step, then faster ones")
 
     argv = sys.argv[1:] if argv is None else argv  # parsed twice, first for what chooses the defaults
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])

@@ -108,11 +108,11 @@ def parse_args(argv=None):
     some = common.bounded("a positive number, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
-    add("--protocol", choices=tuple(LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")
+    add("--protocol", choices=tuple(LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, clim for others")
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=some, metavar="X", help="balanced fraction of the labels; fewer if a class is small")
+    add("--label-fraction", type=some, metavar="X", help="balanced fraction of the labels; less if a class is small")
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
@@ -120,8 +120,9 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, help="number of epochs")
     add("--batch-size", type=common.positive_int, help="global batch size")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
-    add("--milestones", type=common.fraction, nargs="*", help="fractions at which --lr is divided by 10; none: cosine")
-    add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most a quarter of --epochs")
+    add("--milestones", type=common.fraction, nargs="*", help="fractions of training at which the "
+        "learning rate is divided by 10; none: a cosine")  # fmt: skip
+    add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases, norms and tokens")
     add("--pad", type=common.nonnegative_int, help="padding of RandomCrop, in pixels; 0: RandomResizedCrop")
     add("--randaug", type=int, choices=range(11), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
@@ -136,7 +137,8 @@ def parse_args(argv=None):
     add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
 
     add = parser.add_argument_group("probe (also --epochs and --batch-size)", **unset).add_argument
-    add("--holdout", type=some, help="held-out fraction to choose --lrs or --strengths unless val/ does (default: 0.1)")
+    add("--holdout", type=some, help="held-out fraction that chooses from --lrs or --strengths, unless "
+        "val/ does (default: 0.1)")  # fmt: skip
     add("--lrs", type=common.positive_float, nargs="+", help="learning rates (default: 13 from 10^-4.5 to 10^1.5)")
     add("--strengths", type=common.positive_float, nargs="+", help="lbfgs: L2 penalties (default: 45 from 1e-6 to 1e5)")
     add("--metric", choices=("top1", "per_class"), help="lbfgs: score that chooses the penalty (default: top1)")

@@ -60,7 +60,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
-    add("--image-size", type=common.positive_int, default=224, help="image size of views, in pixels")
+    add("--image-size", type=common.positive_int, default=224, help="size of the views, in pixels")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")

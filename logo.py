@@ -60,17 +60,20 @@ def parse_args(argv=None):
     add("--local-crops", type=int, choices=(0, 2), default=2, help="local crops per image; 0: MoCo or SimSiam alone")
     add("--one-way", action="store_true", help="one query per image, as in MoCo v2; with --local-crops 0")
     add("--l2l", action=argparse.BooleanOptionalAction, default=True, help="push local crops apart, by L_ll (L2L)")
-    add("--l2l-weighting", choices=("clip", "lambda"), default="clip", help="L_ll as a clipped step, or a term (D1)")
-    add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, relative to the last gradient norm (D1)")
+    add("--l2l-weighting", choices=("clip", "lambda"), default="clip", help="L_ll has a "
+        "clipped step of its own, or is a term of the loss (D1)")  # fmt: skip
+    add("--clip-ratio", type=common.positive_float, default=0.015, help="clip of the gradient norm "
+        "of L_ll, relative to that of the loss in the last step (D1)")  # fmt: skip
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
-    add("--affinity-lr", type=common.positive_float, help="constant rate; if None, 1e-4 (linear) or the encoder's peak")
+    add("--affinity-lr", type=common.positive_float, help="constant learning rate; if None, 1e-4 "
+        "(linear) or the encoder's peak")  # fmt: skip
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
     add("--queue", type=common.positive_int, default=4096, help="queue length; folder: a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet34", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
-    add("--image-size", type=common.positive_int, default=224, help="image size of global crops, in pixels")
+    add("--image-size", type=common.positive_int, default=224, help="size of a global crop, in pixels")
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (D13)")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")

@@ -59,7 +59,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
-    add("--image-size", type=common.positive_int, default=224, help="image size of views, in pixels")
+    add("--image-size", type=common.positive_int, default=224, help="size of the views, in pixels")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (v3)")
@@ -78,8 +78,8 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--joint", choices=("none", "crop", "blur", "either", "both"), default="crop", help="what is drawn jointly")
-    add("--joint-pair", choices=("global", "local", "both"), default="global", help="which crops are joint (App. D)")
-    add("--joint-prob", type=common.fraction, default=0.5, help="probability of JointCrop in --joint either (App. F)")
+    add("--joint-pair", choices=("global", "local", "both"), default="global", help="crops drawn jointly (App. D)")
+    add("--joint-prob", type=common.fraction, default=0.5, help="probability of JointCrop with --joint either (App. F)")
     finite = common.bounded("a finite number", float, math.isfinite)
     add("--beta", type=finite, default=0.0, help="beta of J-Crop(beta) and J-Blur(beta), of any sign")
     add("--css-alpha", type=common.concentration, default=1.0, help="alpha of center-suppressed crops (App. G)")

@@ -58,9 +58,9 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("loss").add_argument
     add("--num-mix", type=common.positive_int, help="images mixed into one, M (Table 6); 1: no mixing")
-    add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch to mix within (D7)")
+    add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch; images mix within each (D7)")
     add("--mixed-view", type=int, choices=(1, 2), default=1, help="view whose mixed images are the queries (D5)")
-    add("--terms", default="oto,mto,mtm", help="terms of the loss, Eq. 16: any of oto,mto,mtm (Table 7)")
+    add("--terms", default="oto,mto,mtm", help="terms of the loss (Eq. 16): any of oto,mto,mtm (Table 7)")
     add("--term-weights", type=common.nonnegative_float, nargs=3, default=[1.0] * 3, help="weights of oto,mto,mtm (D1)")
     add("--local-crops", type=common.nonnegative_int, help="local crops per image, as queries of oto and mto (D6)")
     add("--smoothing", type=common.fraction, default=0.0, help="label smoothing of oto (D1)")
@@ -68,7 +68,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model")
-    add("--image-size", type=common.positive_int, default=224, help="image size in pixels")
+    add("--image-size", type=common.positive_int, default=224, help="size of the views, in pixels")
     add("--patch-size", type=common.positive_int, default=16, help="patch size in pixels, of the ViT and of the mixing")
     add("--num-heads", type=common.positive_int, metavar="N", help="attention heads of the ViT, by default timm's (D3)")
     add("--drop-path", type=common.fraction, default=0.1, help="stochastic depth rate of the ViT")  # released
@@ -89,7 +89,7 @@ def parse_args(argv=None):
     add("--crop-scale", action=common.AreaRange, default=[0.05, 1.0], help="area range of RandomResizedCrop")
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (D6)")
     add("--local-scale", action=common.AreaRange, default=[0.05, 0.35], help="area range of local crops (D6)")
-    add("--blur-p", action=common.FractionPair, default=[1.0, 0.1], help="probability of blur, views 1 and 2")
+    add("--blur-p", action=common.FractionPair, default=[1.0, 0.1], help="probability of blur; two values: views 1, 2")
 
     args = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
