@@ -366,12 +366,13 @@ class Patterns(Dataset):
         for label, pattern in enumerate(PATTERNS.values()):
             rows = np.flatnonzero(self.targets == label)
             self.images[rows] = draw_patterns(pattern, len(rows), size, rng)
+        self.pictures = [Image.fromarray(image) for image in self.images]
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, index):
-        return Image.fromarray(self.images[index]), int(self.targets[index])
+        return self.pictures[index], int(self.targets[index])
 
 
 class Views(Dataset):
