@@ -10,7 +10,7 @@ image agree. In the bound, lambda is 1; the paper sets it to 4. Gradients reach 
 
     Eq. 1-2          info_nce                 MoCo v2's loss
     Eq. 3            JCL.forward, --vanilla   its average over the keys
-    Eq. 8-9          jcl_loss                 the bound, which Eq. 4-7 derive, and its mean over the batch
+    Eq. 8-9          jcl_loss                 the bound, which Eq. 4-7 and 10-12 derive, and its mean over the batch
     Algorithm 1      main                     views (line 4), the update of the encoders (12), the queue (13)
                      JCL.forward              queries, keys and the loss (lines 5 to 10; 7 to 10 are jcl_loss)
 
