@@ -7,7 +7,7 @@ the sigmas of the two blurs: one view can be sharp while the other is not. The r
 without one (v3). Inferred: only the paper's appendix was available, so JointBlur's form is our choice (see the end).
 
     Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the sigmas of the two blurs
-    Eq. 4-10           joint_from_uniform, beta=None       RandomCrop's areas (in the tests)
+    App. H, Eq. 4-10   joint_from_uniform, beta=None       RandomCrop's areas; the tests have their ratio's density
     App. D             JointViews, --local-crops           JointCrop with multi-crop, and which pairs are drawn jointly
     App. F             JointViews, --joint either          JointCrop or JointBlur, one of the two per image
     App. G             center_suppressed, --css-alpha      center-suppressed sampling of a crop's position
@@ -85,7 +85,7 @@ def parse_args(argv=None):
     add("--css-alpha", type=common.concentration, default=1.0, help="alpha of center-suppressed crops (App. G)")
     add("--crop-scale", action=common.AreaRange, default=[0.2, 1.0], help="area range of RandomResizedCrop")
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (App. D)")
-    add("--local-scale", action=common.AreaRange, default=[0.05, 0.4], help="area range of local crops (D9)")
+    add("--local-scale", action=common.AreaRange, default=[0.05, 0.4], help="area range of local crops (App. D)")
     add("--blur-p", action=common.FractionPair, default=[0.5, 0.5], help="probability of blur; two values: query, key")
 
     args = common.parse_args(parser, argv, recipe)
@@ -152,12 +152,12 @@ def recipe(args):
 
 
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
-    """Return (a, b) in [low, high], s_1 and s_2 of Algorithm 1, which draws their ratio s_r = b / a first.
+    """Return (a, b) in [low, high]: s_1, s_2 of Algorithm 1's lower part, which draws their ratio s_r = b / a first.
 
     x = ln s_r is in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. beta = 0: x is
     uniform. beta > 0: x is normal with standard deviation s_b / beta, truncated to that interval. beta < 0: x is drawn
     as for -beta, and mirrored within its half, to s_b - x if x > 0 and to -s_b - x if x < 0. Given x, a is uniform
-    where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4-10).
+    where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4).
 
     low, high: s_min, s_max. u, v: floats, uniform draws from [0, 1), of x and of a. beta: a finite number, or None.
     offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
@@ -672,7 +672,7 @@ def convert_split_batchnorm(module, groups):
 # ============ 7. differences between the paper, the released code and this file
 
 # D1 s_b, line 1. Paper: ln(s_max / s_min). Released: ln(s_max / s_min - 0.1).
-# D2 If none of ten aspect ratios fits. Paper: a center crop. Released: the whole image.
+# D2 If none of ten aspect ratios fits. Paper: as RandomCrop, so a center crop. Released: the whole image.
 # D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
 # D4 The areas of crops. Paper: typically from 0.2 (App. H). Released: from 0.2 (its README's command), or 0.08 (its
 #    default). Here: 0.2; MoCo v1 on small datasets: 0.08, as in MoCo's demo (D5). With 0.08, JointCrop lost against
