@@ -13,7 +13,7 @@ pixels. Multi-resolution encodes each crop at several sizes, and compares querie
     Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives     the positives (Table 6: choose_positives)
     Eq. 3              cutmix, mix_queries                             mixed queries
     Eq. 4              clim_loss                                       their loss
-    Eq. 6              CLIM.forward                                    the sum over pairs of sizes
+    Eq. 6              CLIM.forward                                    the sum over pairs of sizes (Eq. 5: not needed)
 
     python clim.py                                                            # a laptop, no data
     python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, on one GPU
@@ -53,7 +53,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(os.path.basename(__file__), description=__doc__.splitlines()[0])
 
     add = parser.add_argument_group("loss").add_argument
-    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing; each key counts half (Table 6)")
+    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing (Table 6); each key counts half")
     add("--alpha", type=common.concentration, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
     add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
@@ -76,7 +76,7 @@ def parse_args(argv=None):
     add("--momentum", type=common.fraction, default=0.999, help="EMA momentum m of the momentum encoder")
 
     add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=common.positive_int, default=200, help="number of epochs")  # section 4.4; App. A: 1,200
+    add("--epochs", type=common.positive_int, default=200, help="number of epochs")  # section 4.4; App. A.1: 1,200
     add("--batch-size", type=common.positive_int, default=512, help="global batch size, over all processes")
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
     add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most --epochs / 4")
