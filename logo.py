@@ -12,7 +12,7 @@ crops. In our runs it ranked only 60% of pairs correctly if both kinds were in o
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     L_ll          local_dissimilarity
-    Eq. 6         affinity_loss                              what the affinity learns (supplement, Eq. 4)
+    Eq. 6         affinity_loss                              what the affinity learns (supplement, Eq. 4, from Eq. 2-3)
     Eq. 9         main, --l2l-weighting lambda               L_gg + L_lg + lambda L_ll; with clip, L_ll has its own step
     Algorithm 1   main                                       each step: first Eq. 6, then Eq. 9
 
@@ -121,10 +121,10 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
         blur_p=0.1, bn_groups=2, momentum=0.95, warmup=5.0, milestones=[], temperature=0.2,
     ),
     cifar10=CIFAR,
-    cifar100=CIFAR,
+    cifar100=CIFAR,  # not in the supplement
     stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
     imagenet100={},  # arch, local_size: supplement, section 1
-    imagenet=dict(arch="resnet50", queue=65536),  # not in the paper
+    imagenet=dict(arch="resnet50", queue=65536),  # not in the supplement
     folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth
 )  # fmt: skip
 
@@ -200,7 +200,7 @@ def combine(global_terms, local_terms, reduction="mean"):
 
 
 class Affinity(nn.Module):
-    """The learned affinity of local crops: two (N, dim) -> scores (N,), high for two crops of one image.
+    """The affinity of local crops, the supplement's regressor: two (N, dim) -> scores (N,), high for two of one image.
 
     Its initial weights must be equal on all processes. To copy LoGo, copy it with compared_views, affinity_loss,
     local_dissimilarity, combine, descend, GatherWithGradient, gather, shard, main's blocks "LoGo" and "Algorithm 1".
@@ -670,8 +670,8 @@ def convert_split_batchnorm(module, groups):
 # D14 `--pairs all`, the "(4-crop)" of Tables 2 and 3 (supplement, section 2). Inferred: the mean of the 12 terms,
 #    --local-size, and a queue of global crops' keys.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Inferred: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as other papers quote it. lambda on
-# MoCo is inferred, too.
+# Inferred: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as erceguder/LoGo quotes it. lambda
+# on MoCo is inferred, too.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise (not with `--variant paper`). So it can tell them apart by batch statistics or
 # noise, without comparing the crops. In our runs (tests/results) it ranks all pairs of such batches correctly, but in
