@@ -115,7 +115,7 @@ CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, norm; no
     arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, min_lr=5e-7,
     mix_slices=4, crop_scale=[0.1, 1.0], norm="imagenet", local_size=16,
 )  # fmt: skip
-RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.1.2, Tables 9 and 10
+RECIPES = dict(  # what differs from the paper's (min_lr: released) for ImageNet: section 4.1.2, Tables 9 and 10
     patterns=dict(  # not in the paper: for a laptop, with small heads, few patches, weak views
         arch="vit_micro", image_size=32, patch_size=8, epochs=50, batch_size=64, lr=4e-3, min_lr=4e-6, warmup=1.0,
         weight_decay=[0.02, 0.2], momentum=[0.98, 1.0], num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
