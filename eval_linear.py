@@ -18,7 +18,7 @@ The same command resumes an interrupted run. The scores are those of the last ep
     --protocol jointcrop-small   ContrastiveCrop's. JointCrop on small images
     --protocol jcl               JCL's Table 1, and Fig. 2 with --dataset imagenet100
     --protocol clim              CLIM's Tables 1, 6 to 9 and 11. Table 2: --finetune --protocol clim --label-files LIST
-    --protocol patchmix          PatchMix's Tables 2, 3 and 5 to 7, "Linear". "Finetune": with --finetune
+    --protocol patchmix          PatchMix's Tables 2, 3 and 5 to 7, "Linear". "Finetune" or "Tune": with --finetune
 `--solver lbfgs` fits features: LoGo's supplement, Table 5 (Pets, Flowers, Caltech101, Aircraft: --metric per_class).
 `--finetune` trains all layers, by PatchMix's recipe (ViTs) or CLIM's (others). eval_knn.py evaluates its --out, too.
 (D1), (D2), ... are the differences from the papers, listed at the end.
@@ -629,8 +629,8 @@ def main(args, train=None, test=None):
 
 # D1 Incomplete batches are dropped.
 # D2 Images are resized with the interpolation that the encoder was trained with, and bilinearly for third-party
-#    checkpoints. LoGo does not describe a linear protocol. PatchMix's released one resizes CIFAR's images to 36 px,
-#    crops the center, and reports the best epoch on the test set. Here: neither.
+#    checkpoints. LoGo's supplement has no linear protocol but L-BFGS. PatchMix's released one resizes CIFAR's images to
+#    36 px, crops the center, and reports the best epoch on the test set. Here: neither.
 # D3 The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32, convolutions in TF32). Linear
 #    classifiers are trained in float32, and by L-BFGS in float64.
 # D4 PatchMix's protocols in fewer than 100 epochs. Released: the learning rate changes once per epoch, an epoch late,
