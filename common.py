@@ -644,7 +644,7 @@ def load_backbone(path, encoder=None):
     """Load a pre-trained encoder of this project: (module in evaluation mode, info).
 
     path: a run's folder, last.pt or backbone.pt. encoder: "query" or "momentum", which is read from last.pt; if None,
-    the one that the paper evaluates. info: see `backbone_info`. Raises UsageError if there is no such encoder.
+    that of backbone.pt. info: see `backbone_info`. Raises UsageError if there is no such encoder.
     """
     path = Path(path, "last.pt" if encoder else "backbone.pt") if os.path.isdir(path) else Path(path)
     saved = load_checkpoint(path)
@@ -1114,7 +1114,7 @@ def add_evaluation_arguments(parser):
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
     add("--dataset", choices=DATASETS, help="dataset; if None, the one that the encoder was trained on")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="its folder; without --dataset, that used in training")
-    add("--encoder", choices=("query", "momentum"), help="encoder; if None, the one that the paper evaluates")
+    add("--encoder", choices=("query", "momentum"), help="encoder; if None, backbone.pt's (PatchMix: momentum)")
     add("--no-baselines", action="store_true", help="do not evaluate raw pixels and the untrained encoder")
     add_shared_arguments(parser, add)
     add = parser.add_argument_group("the encoder in a third-party FILE").add_argument
