@@ -130,7 +130,7 @@ def recipe(args):
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
     has_one_size = args.selection == "none" or args.local_crops  # the baseline, and Table 7's multi-crop
     values.setdefault("image_size", [224] if has_one_size else [224, 160])
-    if args.dataset == "folder":  # not in the paper: 0.03 over the number of the loss's terms, which are summed (D3)
+    if args.dataset in ("imagenet100", "folder"):  # our choice: 0.03 over the number of terms, which are summed (D3)
         values["lr"] = 0.03 / (len(args.image_size or values["image_size"]) ** 2 + args.local_crops)
     return values
 
@@ -538,7 +538,7 @@ def main(args, train=None, test=None):
         if clusters > len(train) / 4:
             common.log(f"warning: {clusters} clusters of {len(train)} images are very small: reduce --num-clusters")
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
-    if terms > 1 and not args.warmup and not records:
+    if terms > 1 and args.lr > 0.03 / terms and not args.warmup and not records:
         common.log("std may rise slowly, because the terms of the loss are summed (D3); --warmup 1 makes it faster")
     if args.compile:
         model.backbone.compile(dynamic=False)

@@ -297,10 +297,13 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp
     assert events == [0, 1, 2, "choice", 3, 4, "choice", 5, 6, "choice", 7]
 
 
-@pytest.mark.parametrize("sizes, warmup, is_said", [("16 8", 0, True), ("16 8", 0.1, False), ("16", 0, False)])
-def test_that_std_may_rise_slowly_is_said_at_once(sizes, warmup, is_said, tmp_path):
-    """Of a loss with several terms and without a warmup, as on ImageNet."""
-    flags = f"--arch resnet_micro --image-size {sizes} --warmup {warmup} --clim-start 0 --num-clusters 4 --epochs 1"
+@pytest.mark.parametrize("flags, is_said", [
+    ("--image-size 16 8", True), ("--image-size 16 8 --warmup 0.1", False), ("--image-size 16", False),
+    ("--image-size 16 8 --lr 0.0075", False),
+])  # fmt: skip
+def test_that_std_may_rise_slowly_is_said_at_once(flags, is_said, tmp_path):
+    """Of a loss with several terms, a learning rate for one and no warmup, as on ImageNet."""
+    flags = f"--arch resnet_micro --warmup 0 --clim-start 0 --num-clusters 4 --epochs 1 {flags}"
     assert ("--warmup 1" in tiny.run("clim", tmp_path, *flags.split(), train=Blank(16))) == is_said
 
 
@@ -316,4 +319,5 @@ def test_recipes():
     terms = {"": 4, "--image-size 64": 1, "--selection none": 1, "--local-crops 2": 3}  # they are summed (D3)
     terms["--local-crops 2 --image-size 224 160"] = 6
     for flags, count in terms.items():
-        assert values(clim, f"--dataset folder --data-dir x {flags}", "lr") == [0.03 / count]
+        for dataset in ("imagenet100", "folder"):
+            assert values(clim, f"--dataset {dataset} --data-dir x {flags}", "lr") == [0.03 / count]

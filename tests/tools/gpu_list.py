@@ -54,7 +54,7 @@ ARMS = {  # name: (how tables call it, its script with flags)
     "patchmix-released": ("PatchMix, M = 3, released", f"{VIT} --num-mix 3 --variant released"),
     "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto"),
     "moco-jitter": ("moco-008, the jitter's order per image", f"moco_jointcrop.py --joint none {FROM_008}"),
-    "clim-imagenet100": ("CLIM, recipe of ImageNet-100", f"clim.py --dataset imagenet100 {SMALL_VIEWS}"),
+    "clim-imagenet": ("CLIM, recipe of ImageNet", f"clim.py --dataset imagenet {SMALL_VIEWS}"),
 }
 SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
 SPEEDS |= {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
