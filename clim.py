@@ -646,9 +646,9 @@ class SplitBatchNorm(nn.BatchNorm2d):
         if len(x) % groups:
             raise ValueError(f"a batch of {len(x)} cannot be split into {groups} equal groups of batch norm")
         x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
-        means, variances = self.running_mean.expand(groups, -1).flatten(), self.running_var.expand(groups, -1).flatten()
+        means, variances = self.running_mean.repeat(groups), self.running_var.repeat(groups)
         if weight is not None:
-            weight, bias = weight.expand(groups, -1).flatten(), bias.expand(groups, -1).flatten()
+            weight, bias = weight.repeat(groups), bias.repeat(groups)
         x = F.batch_norm(x, means, variances, weight, bias, training=True, momentum=self.momentum, eps=self.eps)
         self.running_mean.copy_(means.view(groups, -1).mean(0))  # F.batch_norm has updated those of each group
         self.running_var.copy_(variances.view(groups, -1).mean(0))
