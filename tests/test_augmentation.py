@@ -57,6 +57,9 @@ def test_jitter_is_torchvisions_by_each_images_factors(changes):
             adjust = getattr(TF, f"adjust_{name}")
             theirs = [adjust(image, factor) for image, factor in zip(theirs, factors.tolist(), strict=True)]
         torch.testing.assert_close([*y[drawn]], theirs, rtol=0, atol=2e-5)
+        half, angle = x.half(), torch.full((n, 1, 1, 1), 0.25)  # gray pixels have no hue, also in half precision
+        ours, theirs = common.adjust_hue(half, angle.half()), common.adjust_hue(half.float(), angle)
+        torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17), (9, 2), (1, 7), (1, 1)])
