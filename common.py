@@ -469,7 +469,8 @@ def adjust_hue(x, factor):
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
     sixths = torch.where(value == g, 2 * chroma + b - r, 4 * chroma + r - g)
-    sixths = torch.where(value == r, g - b, sixths) / chroma.clamp_min(max(1e-8, torch.finfo(x.dtype).tiny))
+    smallest = max(1e-8, torch.finfo(x.dtype).tiny)  # 1e-8 is 0 in float16
+    sixths = torch.where(value == r, g - b, sixths) / chroma.clamp_min(smallest)
     # A channel is value - chroma * clamp(min(k, 4 - k), 0, 1), where k = (offset + sixths of a turn) mod 6
     offsets = torch.tensor([5.0, 3.0, 1.0], dtype=x.dtype).view(1, 3, 1, 1) + 6  # + 6: non-negative
     k = (sixths / 6 + factor + (offsets / 6).to(x.device, non_blocking=True)).frac_().mul_(6)
