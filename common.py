@@ -1172,7 +1172,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     refuse(parser, args, not is_vit(args.arch), vit_only, "without a ViT (--arch)")
     refuse(parser, args, is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
     refuse(parser, args, not args.init, ["init_prefix"], "without --init")
-    if local_crops and (args.local_size or 0) > np.max(args.image_size):  # CLIM may have several
+    if local_crops and args.local_size > np.max(args.image_size):  # CLIM may have several
         parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
 
     if args.out is None:

@@ -107,15 +107,15 @@ def parse_args(argv=None):
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
         if set(terms) != {"oto"} and (size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2):
             needed = f"whole patches, and at least --num-mix {args.num_mix} of them"
-            parser.error(f"--patch-size {args.patch_size}: a view of {size} px must be {needed}")
+            parser.error(f"--patch-size {args.patch_size}: a view or local crop of {size} px must be {needed}")
     return args
 
 
-CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, norm; not in the paper: mix_slices
+CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, norm; not in the paper: mix_slices, local_size
     arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, min_lr=5e-7,
     mix_slices=4, crop_scale=[0.1, 1.0], norm="imagenet", local_size=16,
 )  # fmt: skip
-RECIPES = dict(  # what differs from the paper's (min_lr: released) for ImageNet: section 4.1.2, Tables 9 and 10
+RECIPES = dict(  # what differs from the values for ImageNet: section 4.1.2, Tables 9 and 10; released: min_lr
     patterns=dict(  # not in the paper: for a laptop, with small heads, few patches, weak views
         arch="vit_micro", image_size=32, patch_size=8, epochs=50, batch_size=64, lr=4e-3, min_lr=4e-6, warmup=1.0,
         weight_decay=[0.02, 0.2], momentum=[0.98, 1.0], num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
