@@ -13,7 +13,7 @@ pixels. Multi-resolution encodes each crop at several sizes, and compares querie
     Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives     the positives (Table 6: choose_positives)
     Eq. 3              cutmix, mix_queries                             mixed queries
     Eq. 4              clim_loss                                       their loss
-    Eq. 6              CLIM.forward                                    the sum over pairs of sizes (Eq. 5: not needed)
+    Eq. 6              CLIM.forward                                    the sum over pairs of sizes (Eq. 5: see the end)
 
     python clim.py                                                            # a laptop, no data
     python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, on one GPU

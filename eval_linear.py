@@ -629,7 +629,7 @@ def main(args, train=None, test=None):
 
 # D1 Incomplete batches are dropped.
 # D2 Images are resized with the interpolation that the encoder was trained with, and bilinearly for third-party
-#    checkpoints. LoGo's supplement has no linear protocol but L-BFGS. PatchMix's released one resizes CIFAR's images to
+#    checkpoints. LoGo's supplement has L-BFGS only. PatchMix's released protocol resizes CIFAR's images to
 #    36 px, crops the center, and reports the best epoch on the test set. Here: neither.
 # D3 The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32, convolutions in TF32). Linear
 #    classifiers are trained in float32, and by L-BFGS in float64.

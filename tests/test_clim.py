@@ -302,7 +302,7 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp
     ("--image-size 16 8 --lr 0.0075", False),
 ])  # fmt: skip
 def test_that_std_may_rise_slowly_is_said_at_once(flags, is_said, tmp_path):
-    """Of a loss with several terms, a learning rate for one and no warmup, as on ImageNet."""
+    """Of a loss with several terms and one term's learning rate, without a warmup, as on ImageNet."""
     flags = f"--arch resnet_micro --warmup 0 --clim-start 0 --num-clusters 4 --epochs 1 {flags}"
     assert ("--warmup 1" in tiny.run("clim", tmp_path, *flags.split(), train=Blank(16))) == is_said
 

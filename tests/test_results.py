@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def test_tables(tmp_path):
-    """The tables are what tests/tools/results.py makes of tests/results/, and the pages have all that are not empty."""
+    """The tables are what tests/tools/results.py makes of tests/results/, and the page has all that are not empty."""
     gpu_list.write(tmp_path / "begin.json", results.kept("begin"))
     assert (tmp_path / "begin.json").read_bytes() == (results.KEPT / "begin.json").read_bytes()
     text = results.PAGE.read_text()
