@@ -13,7 +13,6 @@ import pytest
 import torch
 from methods import RECORDS
 from PIL import Image
-from torch import nn
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
@@ -160,15 +159,6 @@ def first_call(function, module, flags="", train=None):
 def state_of(module, flags="", train=None):
     """What `main` trains and saves, as it begins: {name: module, optimizer or tensor}."""
     return first_call("common.open_run", module, flags, train)[2]
-
-
-def synchronize(model):
-    """Let every batch norm of a model see the rows of all CPU processes, as torch's SyncBatchNorm does on GPUs."""
-    for norm in model.modules():
-        if isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            norm.register_forward_pre_hook(lambda _, inputs: MODULES["logo"].GatherWithGradient.apply(*inputs))
-            norm.register_forward_hook(lambda _, inputs, outputs: MODULES["logo"].common.local_rows(outputs))
-    return model
 
 
 @pytest.fixture

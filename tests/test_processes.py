@@ -7,7 +7,7 @@ import zlib
 import pytest
 import tiny
 import torch
-from conftest import MODULES, NANO, generator, slow_but, synchronize
+from conftest import MODULES, NANO, generator, slow_but
 from methods import RECORDS
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -63,7 +63,7 @@ def train_each(folder, cases):
         module = MODULES[method]
         module.augment = functools.partial(random_view, generator())
         # without ShuffleBN's groups, batch norm is over all processes: on CPUs each would have its own
-        module.DistributedDataParallel = DDP if "--bn-groups" in flags else lambda model: DDP(synchronize(model))
+        module.DistributedDataParallel = DDP if "--bn-groups" in flags else lambda model: DDP(tiny.synchronize(model))
         arch = ["--drop-path", "0"] if RECORDS[method].small == "vit_micro" else ["--arch", "nano"]
         args = module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"])
         module.main(args, train=common.Patterns(96, 16, seed=0))  # three steps

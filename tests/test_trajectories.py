@@ -17,7 +17,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import MODULES, ROOT, Blank, slow_but, synchronize
+from conftest import MODULES, ROOT, Blank, slow_but
 
 import common
 
@@ -142,7 +142,7 @@ def follow(patch, module, method, run, s, d):
                 prefix = "" if name == "model" else f"{name}."
                 part.load_state_dict({k: initial(s["seed"], prefix + k, x) for k, x in part.state_dict().items()})
         if dist.is_initialized() and not hasattr(state["model"], "queue"):
-            synchronize(state["model"])
+            tiny.synchronize(state["model"])
         state["model"].register_forward_hook(lambda model, views, found: losses.append(found[0].detach()))
         return open_run(args, train, state, derived)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import MODULES, NANO
 from PIL import Image
+from torch import nn
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 import common
@@ -40,6 +41,15 @@ def shrink(patch):
     for module in MODULES.values():
         names = vars(module.parse_args([])).keys() & small
         patch.setitem(module.RECIPES, "patterns", module.RECIPES["patterns"] | {name: small[name] for name in names})
+
+
+def synchronize(model):
+    """Let every batch norm of a model see the rows of all CPU processes, as torch's SyncBatchNorm does on GPUs."""
+    for norm in model.modules():
+        if isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            norm.register_forward_pre_hook(lambda _, inputs: MODULES["logo"].GatherWithGradient.apply(*inputs))
+            norm.register_forward_hook(lambda _, inputs, outputs: common.local_rows(outputs))
+    return model
 
 
 @pytest.fixture(scope="module")
