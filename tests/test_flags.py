@@ -158,3 +158,9 @@ REFUSED = [(m, flags) for m, record in RECORDS.items() for flags in ("--init-pre
 def test_a_flag_without_effect_is_refused(method, module, flags, capsys):
     line = refused(capsys, module.parse_args, flags.split())
     assert re.findall(r"--[a-z]\S+", flags)[-1] in line and "no effect" in line
+
+
+def test_bf16_is_for_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert common.use_bf16("auto", gpu) and not common.use_bf16("auto", cpu) and not common.use_bf16("off", gpu)
