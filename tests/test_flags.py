@@ -95,8 +95,11 @@ def test_what_is_given_is_in_the_runs_name(method, module, tmp_path):
 @pytest.mark.parametrize("count, length", [(64, 64), (400, 64), (1280, 128), (700_000, 65536)])
 @pytest.mark.parametrize("method", QUEUES)
 def test_the_queue_of_a_folder_is_a_tenth_of_the_images(method, module, count, length):
+    """Batch norm has two groups there, in every file."""
     flags = "--dataset folder --arch resnet_mini --image-size 32 --batch-size 64"
-    assert len(state_of(module, flags, train=Blank(count))["model"].queue.keys) == length
+    model = state_of(module, flags, train=Blank(count))["model"]
+    assert len(model.queue.keys) == length
+    assert {norm.groups for norm in model.modules() if isinstance(norm, module.SplitBatchNorm)} == {2}
 
 
 TINY = "--image-size 16 --batch-size 16 --epochs 1 --knn-every 0 --device cpu".split()  # two steps
