@@ -592,7 +592,7 @@ def main(args, train=None, test=None):
 def gather(x):
     """Concatenate the tensors (n, ...) of all processes, whose n is the same, in rank order: (N, ...). No gradient."""
     if not dist.is_initialized():
-        return x
+        return x.detach()
     parts = [x.new_empty(x.shape) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
     return torch.cat(parts)
