@@ -435,10 +435,10 @@ def main(args, train=None, test=None):
     """Train, resuming from args.out if it holds a run. train, test: datasets to use instead of --dataset."""
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
+    simsiam = args.base == "simsiam"
 
     # Data: two global and two local views of each image, cropped here and augmented in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
-    simsiam = args.base == "simsiam"
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups or 1, "--bn-groups")  # per process
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
     local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
@@ -452,7 +452,6 @@ def main(args, train=None, test=None):
         return common.save_views(args.show_views, views, names, args.norm)
 
     # Model and optimizers. backbone.pt has `info` and the weights of the encoder that info["encoder"] names
-    reduction = "sum" if args.variant == "paper" else "mean"  # of the terms of L_gg and L_lg (D1)
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm) | dict(encoder="query")
     backbone = common.build_backbone(info, zero_init=simsiam)
     sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
@@ -460,6 +459,7 @@ def main(args, train=None, test=None):
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
     pairs = compared_views(args.pairs, args.local_crops, args.one_way)
+    reduction = "sum" if args.variant == "paper" else "mean"  # of the terms of L_gg and L_lg (D1)
     if simsiam:
         model = SimSiam(backbone, width, pairs, args.dim, args.layers, args.hidden, reduction)
         synchronize = world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only

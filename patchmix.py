@@ -343,7 +343,7 @@ class PatchMix(nn.Module):
         mixing = self.num_mix, self.patch_size, self.slices
         x1_mixed = mix_batch(x1, *mixing) if mto or mtm else None  # line 5
         x2_mixed = mix_batch(x2, *mixing) if mtm else None  # line 6
-        first = len(x1) * dist.get_rank() if dist.is_initialized() else 0  # the row of this process's first key
+        first = dist.get_rank() * len(x1) if dist.is_initialized() else 0  # the row of this process's first key
         targets = batch_targets(len(x1), self.num_mix, self.slices, first)  # lines 5 to 7
         h2 = self.query(x2) if oto else None  # line 8
         h1_mixed = self.query(x1_mixed) if mto or mtm else None
@@ -433,8 +433,8 @@ def main(args, train=None, test=None):
         common.load_weights(backbone, args.init, args.init_prefix)
     options = dict(temperature=args.temperature, smoothing=args.smoothing, key_encoder=args.key_encoder)
     model = PatchMix(backbone, width, args.hidden, args.dim, terms=terms, **mixing, **options)
-    if world > 1 and device.type == "cuda":  # torch synchronizes batch norm on GPUs only
-        model = timm.layers.convert_sync_batchnorm(model)
+    synchronize = world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only
+    model = timm.layers.convert_sync_batchnorm(model) if synchronize else model
     model.to(device)
     optimizer = torch.optim.AdamW(param_groups_weight_decay(model), lr=0.0, fused=True)  # group 1 has the weights
 
@@ -445,7 +445,7 @@ def main(args, train=None, test=None):
     if args.local_crops:
         weight += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
     derived = dict(loss_at_uniform_logits=weight * math.log(args.batch_size), peak_lr=args.lr * args.batch_size / 256)
-    derived |= dict(mix_slices=slices * world, batch_norm_groups=world if device.type == "cpu" else 1, bf16=amp)
+    derived |= dict(mix_slices=slices * world, batch_norm_groups=1 if synchronize else world, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -463,7 +463,6 @@ def main(args, train=None, test=None):
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, now / args.epochs)  # of weights only
-            momentum = cosine(*args.momentum, now / args.epochs)
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             if args.mixed_view == 2:  # as released: view 2 is mixed (D5)
                 views[:2] = views[1], views[0]
@@ -473,12 +472,13 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()  # line 10
-            model.update(momentum)  # line 11
+            m = cosine(*args.momentum, now / args.epochs)
+            model.update(m)  # line 11
             meter.update(metrics | dict(grad_norm=grad_norm))
 
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
-        records.append(dict(epoch=epoch + 1, lr=lr, momentum=momentum) | meter.averages() | common.embedding_health(q))
+        records.append(dict(epoch=epoch + 1, lr=lr, momentum=m) | meter.averages() | common.embedding_health(q))
         # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
