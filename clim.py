@@ -25,7 +25,7 @@ The baseline is MoCo v2: `--selection none` with one image size is exactly its l
     k = key(view)                 ->  keys k of the image, k' of its positive      (CLIM.forward)
     info_nce(q, k, queue, tau)    ->  clim_loss(q, k, k', queue, tau, lambda)      (CLIM.contrast)
     one size                      ->  a sum over all pairs of sizes                (CLIM.forward)
-There is no released code. (D1), (D2), ... are the differences between the paper and this file, listed at the end.
+There is no released code. (D1), (D2), ... at the end are differences between the paper and this file.
 """
 
 import argparse
@@ -124,7 +124,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset, image_size, selection and local_crops."""
+    """Return the defaults, {name: value}, that suit args, whose image_size is None if not given."""
     values = dict(RECIPES[args.dataset])
     if args.selection == "knn":
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
@@ -164,7 +164,7 @@ def cutmix(x, partner, lam, generator=None):
     outside the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
 
     x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1].
-    generator: a torch CPU generator, or None. Raises ValueError if the shapes or lam do not fit.
+    generator: a torch.Generator on the CPU, or None. Raises ValueError if the shapes or lam do not fit.
     """
     if x.dim() != 4 or partner.shape != x.shape:
         shapes = f"{tuple(x.shape)} and {tuple(partner.shape)}"
@@ -206,7 +206,7 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
     The initial centers are random rows. Empty clusters restart at the rows that are farthest from their centers.
 
     x: (N, C); its rows are used as given, not normalized. m is min(num_clusters, N). iterations: the default is not in
-    the paper; faiss's is 25. generator: a torch CPU generator; None: torch's global one.
+    the paper; faiss's is 25. generator: a torch.Generator on the CPU, or None.
     """
     origin, dtype = x[:1].double(), x.dtype
     x = x.double() - origin  # as in nearest_neighbors
@@ -249,8 +249,8 @@ def select_positives(x, centers, assignment, neighbors, num_positives=10, genera
     neighbors are added (D2), and if k < num_positives, they repeat. Copy it with preferred_first.
 
     x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's center,
-    as `kmeans` returns them. neighbors: (N, k) int64, as `nearest_neighbors` returns them. generator: a torch CPU
-    generator; None: torch's global one.
+    as `kmeans` returns them. neighbors: (N, k) int64, as `nearest_neighbors` returns them. generator: a
+    torch.Generator on the CPU, or None.
     """
     same_cluster = assignment[neighbors] == assignment[:, None]  # neighbors in Omega_1; all are in Omega_2
     to_center = (x - centers[assignment]).square().sum(1)  # each image's squared distance
@@ -672,7 +672,7 @@ def convert_split_batchnorm(module, groups):
     return result
 
 
-# ================================== 7. differences between the paper and this file
+# ============================== 7. differences between the paper and this file
 
 # D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: an image is never its own positive.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors are added. Here: these are the ones

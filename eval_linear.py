@@ -255,7 +255,7 @@ def listed_rows(paths, file):
     return torch.tensor(sorted({row for (row,) in found.values()}))
 
 
-# ================================================= 3. classifiers of features
+# ================================================== 3. classifiers of features
 # These functions take tensors only. To copy one, also copy the functions that its docstring names.
 
 

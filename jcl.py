@@ -104,7 +104,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset and args.variant."""
+    """Return the defaults, {name: value}, that suit args."""
     values = dict(RECIPES[args.dataset])
     if args.variant == "released":
         values |= dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # keys: D2, lambda: D1

@@ -25,7 +25,7 @@ one query, as in MoCo v2 (D11). LoGo changes three things:
     loss = the mean of the two terms of L_gg  ->  of these and the four terms of L_lg           (MoCo.forward, combine)
     one step of the encoder                   ->  a second, clipped step on L_ll; or a term     (main)
     no affinity                               ->  a step of the affinity before these, Eq. 6    (main)
-(D1), (D2), ... are the differences between the paper, the released code and this file, listed at the end.
+(D1), (D2), ... at the end are differences between the paper, the released code and this file.
 """
 
 import argparse
@@ -130,7 +130,7 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset, base, pairs, variant, local_crops and image_size."""
+    """Return the defaults, {name: value}, that suit args."""
     values = dict(RECIPES[args.dataset], l2l=args.local_crops > 0)
     if args.base == "simsiam":
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inferred (D12)
@@ -203,7 +203,7 @@ class Affinity(nn.Module):
     """The affinity of local crops, the supplement's regressor: two (N, dim) -> scores (N,), high for two of one image.
 
     Its initial weights must be equal on all processes. To copy LoGo, copy it with compared_views, affinity_loss,
-    local_dissimilarity, combine, descend, GatherWithGradient, gather, shard, main's blocks "LoGo" and "Algorithm 1".
+    local_dissimilarity, combine, descend, GatherWithGradient, gather, shard and main's blocks "LoGo" and "Algorithm 1".
     The encoder's two optimizers follow the same learning rate; the affinity's learning rate is constant.
     """
 

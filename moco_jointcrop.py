@@ -136,7 +136,7 @@ V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset, args.variant and args.moco."""
+    """Return the defaults, {name: value}, that suit args, whose moco is None if not given."""
     values = dict(RECIPES[args.dataset], moco="v3" if args.variant == "released" else "v2")
     moco = args.moco or values["moco"]
     if args.dataset == "patterns":
@@ -382,7 +382,7 @@ class MoCo(MoCoBase):
     convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes the weights equal and,
     without broadcast_buffers=False, the queues.
     backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
-    negatives. temperature: of the loss.
+    negatives. temperature: tau.
     """
 
     def __init__(self, backbone, width, layers=2, dim=128, queue=65536, temperature=0.2):

@@ -75,7 +75,7 @@ def parse_args(argv=None):
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (Table 9)")
     add("--dim", type=common.positive_int, default=256, help="embedding dimension (Table 9)")
     add("--key-encoder", choices=("momentum", "query"), default="momentum", help="encoder of the keys (D4)")
-    add("--momentum", action=common.FractionPair, default=[0.996, 1.0], help="EMA momentum mu, initial and final")
+    add("--momentum", action=common.FractionPair, default=[0.996, 1.0], help="EMA momentum mu; two: initial and final")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=300, help="number of epochs")  # section 4.1.2
@@ -294,8 +294,8 @@ def head(*widths):
 class PatchMix(nn.Module):
     """Encoder F, projector G, predictor H, and the momentum encoder: slow copies of F and G (Algorithm 2).
 
-    Copy it with TERMS, head, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix, gather.
-    On several GPUs convert it by timm.layers.convert_sync_batchnorm, and wrap it in DistributedDataParallel.
+    Copy it with TERMS, head, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix and gather.
+    On several GPUs convert it with timm.layers.convert_sync_batchnorm, and wrap it in DistributedDataParallel.
 
     backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. patch_size: the ViT's. num_mix, slices: see
     `mix_batch`. terms: {name: weight}, those of Eq. 16 to compute; None: all, with weight 1. temperature: tau.
