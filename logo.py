@@ -248,7 +248,7 @@ class GatherWithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return shard(gather(gradient[None]).sum(0))  # (processes, N, C) -> their sum (N, C) -> this process's (n, C)
+        return shard(GatherWithGradient.apply(gradient[None]).sum(0))  # (processes, N, C) -> (N, C) -> (n, C)
 
 
 # ---------------------------------------- InfoNCE with a queue (shared block)

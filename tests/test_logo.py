@@ -181,3 +181,8 @@ def test_descend_leaves_unused_parameters_as_they_are():
     logo.descend(optimizer, used.square().sum(), max_norm=1.0)
     torch.testing.assert_close(used.detach(), torch.full((3,), 1 - 0.5 / 3**0.5), rtol=1e-5, atol=0)
     assert (unused == 1).all()
+
+
+def test_gathered_rows_can_be_differentiated_twice():
+    """As a gradient penalty does."""
+    assert torch.autograd.gradgradcheck(logo.GatherWithGradient.apply, torch.randn(3, 2, requires_grad=True))
