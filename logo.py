@@ -223,7 +223,7 @@ def descend(optimizer, loss, max_norm=math.inf):
     This is backward, clip_grad_norm_ and step for a loss that is computed outside DistributedDataParallel. Only the
     .grad of the optimizer's parameters is overwritten. max_norm: a number or a 0-d tensor.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]  # an encoder may have unused parameters

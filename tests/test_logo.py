@@ -175,12 +175,12 @@ def test_recipes():
     assert logo.Affinity(8).layers[0].out_features == 256
 
 
-def test_descend_leaves_unused_parameters_as_they_are():
-    used, unused = (torch.ones(3, requires_grad=True) for _ in range(2))
-    optimizer = torch.optim.SGD([dict(params=[used]), dict(params=[unused])], lr=0.5)
-    logo.descend(optimizer, used.square().sum(), max_norm=1.0)
+def test_descend_leaves_unused_and_frozen_parameters_as_they_are():
+    used, unused, frozen = (torch.ones(3, requires_grad=i < 2) for i in range(3))
+    optimizer = torch.optim.SGD([dict(params=[used]), dict(params=[unused, frozen])], lr=0.5)
+    logo.descend(optimizer, (used * frozen).square().sum(), max_norm=1.0)
     torch.testing.assert_close(used.detach(), torch.full((3,), 1 - 0.5 / 3**0.5), rtol=1e-5, atol=0)
-    assert (unused == 1).all()
+    assert (unused == 1).all() and (frozen == 1).all()
 
 
 def test_gathered_rows_can_be_differentiated_twice():
