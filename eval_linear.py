@@ -296,7 +296,7 @@ def affine(x, mean, scale):
     """Return (x - mean) / scale of features (n, d), and a column of ones for the bias: (n, d + 1)."""
     x = F.pad(x.to(mean.dtype), (0, 1), value=1.0)
     x[:, :-1].sub_(mean).div_(scale)
-    return x
+    return x.detach()
 
 
 @torch.inference_mode(False)  # and with gradients, whatever the caller's mode is

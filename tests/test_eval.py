@@ -193,7 +193,8 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
     train_x, train_y, test_x, _ = problem()
     for x in (train_x, test_x):
         x[:, 0] += 1000  # it varies by a thousandth of its mean
-    found = seeded(eval_linear.linear_probe, train_x, train_y, test_x, 3, [lr], epochs, batch_size=16)
+    with_gradient = [x.clone().requires_grad_() for x in (train_x, test_x)]  # a caller's, which is not in the way
+    found = seeded(eval_linear.linear_probe, with_gradient[0], train_y, with_gradient[1], 3, [lr], epochs, 16)
     a, b = ((x - train_x.mean(0)) / train_x.std(0, correction=0) for x in (train_x, test_x))
 
     def fit(rows, x):
