@@ -333,7 +333,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
                 optimizer.step()
         return weight.detach().unbind(1)
 
-    lrs = sorted(set(lrs or (10 ** (i / 2) for i in range(-9, 4))))
+    lrs = sorted(set([10 ** (i / 2) for i in range(-9, 4)] if lrs is None else lrs))
     right = [[] for _ in lrs]
     for rest, check in hold_out(y.cpu(), holdout):
         choosing = check if len(check) else rest
