@@ -248,8 +248,8 @@ def select_positives(x, centers, assignment, neighbors, num_positives=10, genera
     center as the image is. num_positives random ones are selected. If there are fewer, the nearest of the other
     neighbors are added (D2), and if k < num_positives, they repeat. Copy it with preferred_first.
 
-    x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's center,
-    as `kmeans` returns them. neighbors: (N, k) int64, as `nearest_neighbors` returns them. generator: a
+    x: (N, C), N >= 2, one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's
+    center, as `kmeans` returns them. neighbors: (N, k) int64, as `nearest_neighbors` returns them. generator: a
     torch.Generator on the CPU, or None.
     """
     same_cluster = assignment[neighbors] == assignment[:, None]  # neighbors in Omega_1; all are in Omega_2
