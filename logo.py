@@ -484,7 +484,7 @@ def main(args, train=None, test=None):
     linear = args.affinity_form == "linear"
     affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
     affinity_optimizer = torch.optim.SGD(affinity.parameters(), lr=affinity_lr, **sgd)
-    encoder = [p for part in (model.backbone, model.projector) for p in part.parameters() if p.requires_grad]
+    encoder = [*model.backbone.parameters(), *model.projector.parameters()]
     l2l_optimizer = torch.optim.SGD(encoder, lr=peak_lr, momentum=0.9, fused=True)  # of L_ll, without weight decay (D3)
     previous_norm = torch.zeros((), device=device)  # of the loss's gradient, in the last step
 
