@@ -144,8 +144,8 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. With lam = 1 it is MoCo's loss.
 
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
-    the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
-    fraction of k_anchor's images in the mix. Gradients reach q, and also keys and queue unless these are detached.
+    the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: a number in [0, 1],
+    the fraction of k_anchor's images in the mix. Gradients reach q, and also keys and queue unless these are detached.
     Raises ValueError if the shapes do not fit, or if lam is not in [0, 1]. Copy it with info_nce, whose notes on number
     types apply here, too.
     """
@@ -163,8 +163,8 @@ def cutmix(x, partner, lam, generator=None):
     batch. It has about (1 - lam) of the area, the images' aspect ratio, and a uniform center. The part of it that lies
     outside the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
 
-    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1].
-    generator: a torch.Generator on the CPU, or None. Raises ValueError if the shapes or lam do not fit.
+    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: a number in [0, 1], the requested
+    fraction of x. generator: a torch.Generator on the CPU, or None. Raises ValueError if shapes or lam do not fit.
     """
     if x.dim() != 4 or partner.shape != x.shape:
         shapes = f"{tuple(x.shape)} and {tuple(partner.shape)}"
