@@ -17,7 +17,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -122,11 +121,10 @@ def columns(epochs):
 
 
 def write(file, record):
-    """Write a JSON file, with a list or an innermost object per line and numbers of five digits."""
+    """Write a JSON object, with an entry per line and numbers of five digits."""
     record = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.5g}"))
-    text = json.dumps(record, indent=1) + "\n"
-    text = re.sub(r"[{\[][^][{}]*[]}]", lambda found: " ".join(found[0].split()), text)
-    common.write_file(file, lambda f: f.write(text.encode()))
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
+    common.write_file(file, lambda f: f.write(f"{{\n{lines}\n}}\n".encode()))
 
 
 # ------------------------------------------------- each in a process of its own
