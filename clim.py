@@ -93,9 +93,9 @@ def parse_args(argv=None):
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
     args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
-    of_positives = ["mix", "alpha", "num_positives", "refresh_every", "clim_start"]
+    positive_flags = ["mix", "alpha", "num_positives", "refresh_every", "clim_start"]
     why = f"with --selection {args.selection}"
-    common.refuse(parser, args, args.selection == "none", of_positives, why)
+    common.refuse(parser, args, args.selection == "none", positive_flags, why)
     common.refuse(parser, args, args.selection not in ("kmeans", "center"), ["num_clusters"], why)
     common.refuse(parser, args, args.selection not in ("knn", "center"), ["knn_k"], why)
     common.refuse(parser, args, args.mix == "none", ["alpha"], "with --mix none")
@@ -104,9 +104,9 @@ def parse_args(argv=None):
     return args
 
 
-CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
+CIFAR = dict(  # not in the paper: MoCo's demo (branch colab-notebook) with MoCo v2's head and tau, and with a warmup
     arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=0.99, queue=4096, crop_scale=[0.08, 1.0], blur_p=0.0,  # from 0.2 in moco_jointcrop.py
+    weight_decay=5e-4, momentum=0.99, queue=4096, blur_p=0.0, crop_scale=[0.08, 1.0],  # from 0.2 in moco_jointcrop.py
     bn_groups=8, local_size=16, num_clusters=400,  # about as many images per cluster as on ImageNet
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
@@ -146,21 +146,21 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
     the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: a number in [0, 1],
     the fraction of k_anchor's images in the mix. Gradients reach q, and also keys and queue unless these are detached.
-    Raises ValueError if the shapes do not fit, or if lam is not in [0, 1]. Copy it with info_nce, whose notes on number
-    types apply here, too.
+    Raises ValueError if the shapes do not fit, or if lam is not in [0, 1]. Copy it with info_nce, whose notes on dtypes
+    apply here, too.
     """
     if not 0 <= lam <= 1:
         raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
-    of_anchor = info_nce(q, k_anchor, queue, temperature)
-    of_positive = info_nce(q, k_positive, queue, temperature)
-    return lam * of_anchor + (1 - lam) * of_positive  # Eq. 4
+    anchor_loss = info_nce(q, k_anchor, queue, temperature)
+    positive_loss = info_nce(q, k_positive, queue, temperature)
+    return lam * anchor_loss + (1 - lam) * positive_loss  # Eq. 4
 
 
 def cutmix(x, partner, lam, generator=None):
     """Mix two batches of images (Eq. 3): return (mixed images, the fraction of x that is left in them).
 
     As in the code of CutMix (Yun et al., arXiv 1905.04899), a box is replaced by the partner's in all images of the
-    batch. It has about (1 - lam) of the area, the images' aspect ratio, and a uniform center. The part of it that lies
+    batch. It has about (1 - lam) of the area, the images' aspect ratio, and a uniformly random center. Its part
     outside the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
 
     x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: a number in [0, 1], the requested
@@ -189,7 +189,7 @@ def nearest_neighbors(x, k, rows=None):
 
     x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all.
     """
-    x = x.double() - x[:1].double()  # cdist's |a|^2 - 2ab + |b|^2 cancels for close rows, in float32 or far from 0
+    x = x.double() - x[:1].double()  # cdist's |a|^2 - 2ab + |b|^2 is inexact for close rows, in float32 or far from 0
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(128):  # on ImageNet 1.3 GB of distances
@@ -265,10 +265,10 @@ def random_members(assignment, count):
     """
     table = assignment.new_empty(len(assignment), count)
     everyone = torch.arange(len(assignment), device=assignment.device)
-    for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # a cluster's, ascending
+    for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # of a cluster, ascending
         candidates = rows if len(rows) > 1 else everyone
         place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # among the other candidates
-        place += candidates[place] >= rows[:, None]  # one place later from the row itself on, which is skipped
+        place += candidates[place] >= rows[:, None]  # to skip the row itself, it and all later places move by one
         table[rows] = candidates[place]
     return table
 
@@ -352,11 +352,11 @@ def mix_queries(query_views, partners, alpha):
 class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
-    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
-    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes the weights equal and,
-    without broadcast_buffers=False, the queues.
-    backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
-    and keys. queue: number of negatives. temperature: tau.
+    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. With one process, ShuffleBN needs
+    convert_split_batchnorm. With several, wrap it in DistributedDataParallel, which first broadcasts rank 0's weights
+    and, unless broadcast_buffers=False, its queue.
+    backbone: (n, 3, H, W) -> (n, width). sizes: sizes at which views are encoded, the largest first. dim: embedding
+    dimension. queue: number of negatives. temperature: tau.
     """
 
     def __init__(self, backbone, width, sizes, dim=128, queue=65536, temperature=0.2):
@@ -430,10 +430,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys by (N, dim) keys of all processes, after backward, which still needs the old ones."""
+        """Replace the oldest keys with the (N, dim) keys of all processes, after backward, which needs the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, only the last ones
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -544,11 +544,11 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # DDP's; queues stay equal without it (torch 2.13 renames only the argument)
+    ddp.broadcast_buffers = False  # queues stay equal without it; torch 2.13 renames the argument, not the attribute
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run gets the same seed: hashes of ints are fixed
         is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # none, as after --resume
         if args.selection != "none" and epoch >= args.clim_start and is_due:
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
@@ -615,7 +615,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 2 x 0.3 GB per view of 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C). It takes 2 x 0.3 GB per 512 views of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -667,7 +667,7 @@ def convert_split_batchnorm(module, groups):
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
             setattr(result, name, getattr(module, name))
-    for name, child in module.named_children():  # a BatchNormAct2d's are drop and act
+    for name, child in module.named_children():  # those of BatchNormAct2d are drop and act
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result
 

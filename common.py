@@ -71,7 +71,7 @@ SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE
 
 
 def to_rgb(image):
-    """Convert a PIL image to RGB. Raises ValueError for other types, and for 16-bit images (not in PPM files)."""
+    """Convert a PIL image to RGB. Raises ValueError for other types, and for 16-bit images unless from a PPM file."""
     if not isinstance(image, Image.Image):
         raise ValueError(f"expected a PIL image, not {type(image).__name__}")
     tile = getattr(image, "tile", None)  # how an opened file will be decoded, for example from "RGB;16B"
@@ -128,7 +128,7 @@ class Subset(torch.utils.data.Subset):
 
 
 def labels_of(dataset):
-    """Return the labels of a dataset, its `targets`, as an array (n,) int64. It is empty for None and for lists."""
+    """Return the `targets` of a dataset as an array (n,) int64. The array is empty if the dataset has no `targets`."""
     labels = np.asarray(getattr(dataset, "targets", ()), np.int64)
     if len(labels) and labels.shape != (len(dataset),):
         raise UsageError(f"the targets of {len(dataset)} images have the shape {labels.shape}: expected one per image")
@@ -202,10 +202,10 @@ def list_images(root, folder=""):
 def load_dataset(name, root=None, train=True, image_size=32):
     """Load the training or the test images of a dataset, with items (PIL image, label), `targets` and `classes`.
 
-    name: one of DATASETS. root: a folder with train/, and val/, validation/ or test/, each with one folder per class;
-    for "folder", also any tree of images, without labels; for CIFAR and STL-10, also where torchvision downloads them
-    to, data/ by default. The training images include those of root/unlabeled/, or STL-10's unlabeled ones. image_size:
-    that of "patterns". Returns None if there are no test images. Raises UsageError for other layouts.
+    name: one of DATASETS. root: a folder with train/, and val/, validation/ or test/, each with one folder per class.
+    "folder" also takes any tree of images, without labels. CIFAR and STL-10 also take torchvision's download folder,
+    data/ by default. The training images include those of root/unlabeled/, or STL-10's unlabeled ones. image_size: that
+    of "patterns". Returns None if there are no test images. Raises UsageError for other layouts.
     """
     if name == "patterns":
         if root is not None:
@@ -244,7 +244,7 @@ def load_split(name, root, part):
             if any(os.path.splitext(file)[1].lower() in EXTENSIONS for file in files):
                 raise UsageError(f"{root} has images in {other}/ next to train/, which would not be read")
     names = list_images(root, part)
-    found = {file.split(os.sep)[1] for file in names}  # the second of PART/CLASS/FILE, or of PART/FILE
+    found = {file.split(os.sep)[1] for file in names}  # CLASS in PART/CLASS/FILE, or FILE in PART/FILE
     classes = [entry.name for entry in visible(os.path.join(root, part)) if entry.is_dir()]
     if classes and (wrong := sorted(found ^ {*classes})):
         raise UsageError(f"{root}/{part}/{wrong[0]} is a class folder without images, or an image in no class folder")
@@ -496,7 +496,7 @@ def horizontal_flip(x, p=0.5):
 
 
 def gaussian_blur(x, sigma, p=1.0):
-    """Blur each image (n, C, H, W) with probability p by a Gaussian kernel, which ends at 4 times the largest sigma.
+    """Blur each image (n, C, H, W) with probability p by a Gaussian kernel, truncated at 4 times the largest sigma.
 
     sigma: in pixels, above 0; a range (low, high) to draw it from, or a tensor (n,) on the CPU. p: a number, or such a
     tensor; an image whose p is 0 needs no sigma. Borders are mirrored.
@@ -505,11 +505,11 @@ def gaussian_blur(x, sigma, p=1.0):
     if len(rows) == 0:
         return x
     sigma = sigma if torch.is_tensor(sigma) else torch.empty(len(x)).uniform_(*sigma)
-    reach = min(math.ceil(4 * sigma[rows].max()), x.shape[2] - 1, x.shape[3] - 1)
-    kernel = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / sigma[rows, None]) ** 2)
+    radius = min(math.ceil(4 * sigma[rows].max()), x.shape[2] - 1, x.shape[3] - 1)
+    kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / sigma[rows, None]) ** 2)
     kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(x.shape[1], 0)  # one row per image and channel
     kernel, rows = kernel.to(x.device, x.dtype, non_blocking=True), rows.to(x.device, non_blocking=True)
-    y = F.pad(x[rows].flatten(0, 1)[None], (reach,) * 4, mode="reflect")
+    y = F.pad(x[rows].flatten(0, 1)[None], (radius,) * 4, mode="reflect")
     y = F.conv2d(y, kernel[:, None, :, None], groups=len(kernel))
     y = F.conv2d(y, kernel[:, None, None, :], groups=len(kernel))
     return x.index_copy(0, rows, y.view(len(rows), *x.shape[1:]).to(x.dtype))
@@ -623,7 +623,7 @@ def load_checkpoint(path):
             first_bytes = file.read(40)  # they reveal an HTML page, a Git LFS pointer or an empty file
         if str(path).endswith(".safetensors"):
             return timm.models.load_state_dict(path)
-        if zipfile.is_zipfile(path):  # torch notices neither a wrong checksum nor a file that became a folder
+        if zipfile.is_zipfile(path):  # torch notices neither a wrong checksum nor an entry marked as a folder
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist()):
                     raise zipfile.BadZipFile
@@ -666,7 +666,7 @@ def load_backbone(path, encoder=None):
 
 
 def encoder_weights(model_state, encoder):
-    """Return the weights of an encoder, "momentum" or else the query encoder, from a model's state_dict."""
+    """Return the momentum encoder's weights if encoder is "momentum", else the query encoder's, from a state_dict."""
     prefix = "momentum_backbone." if encoder == "momentum" else "backbone."
     return {k.removeprefix(prefix): x.cpu().contiguous() for k, x in model_state.items() if k.startswith(prefix)}
 
@@ -768,7 +768,8 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
         similarity, row = (chunk @ bank.T).topk(min(max(k), len(bank)), dim=1)
         similarity, label = gather_rows(similarity.T).T, gather_rows(train_y[row].T).T  # the columns of all processes
         similarity, column = similarity.topk(min(max(k), similarity.shape[1]), dim=1)
-        label, vote = label.gather(1, column), ((similarity - similarity[:, :1]) / temperature).exp()  # the first is 1
+        label = label.gather(1, column)
+        vote = ((similarity - similarity[:, :1]) / temperature).exp()  # 1 for the nearest, so that none overflows
         no_votes = vote.new_zeros(len(chunk), num_classes)
         votes = [no_votes.scatter_add(1, label[:, :count], vote[:, :count]) for count in k]
         predicted.append(torch.stack(votes).argmax(2).cpu())
@@ -790,10 +791,10 @@ def knn_monitor(encoder, info, train, test, device, workers, amp=False, batch_si
 def embedding_health(q):
     """Return two label-free measures of collapse, over the rows of all processes: {"std": float, "rank": float}.
 
-    q: (n, d), this process's embeddings, which are L2-normalized here. std: sqrt(d) times the standard deviation, mean
-    over the dimensions: 1 if uniform on the sphere, 0 if all are equal. rank: the effective rank, exp of the entropy of
-    the singular values, at most min(N - 1, d) for N rows in all (Roy and Vetterli, EUSIPCO 2007). Copy it with
-    gather_rows, all_gather_object and rank_and_world.
+    q: (n, d), this process's embeddings, which are L2-normalized here. std: the standard deviation, averaged over the
+    dimensions, times sqrt(d): 1 if uniform on the sphere, 0 if all are equal. rank: the effective rank, exp of the
+    entropy of the singular values, at most min(N - 1, d) for N rows in all (Roy and Vetterli, EUSIPCO 2007). Copy it
+    with gather_rows, all_gather_object and rank_and_world.
     """
     q = F.normalize(gather_rows(q).float(), dim=1)
     std = q.std(0, correction=0).mean() * q.shape[1] ** 0.5
@@ -887,7 +888,7 @@ def start(main, parse_args, paper=None):
     try:
         args = parse_args()
         if getattr(args, "dataset", None) == "patterns":
-            torch.set_num_threads(1)  # the demo is as fast on a busy machine, and has the same digits on any cores
+            torch.set_num_threads(1)  # it does not wait for busy cores, and its digits do not depend on their number
         log_demo(args, paper)
         main(args)
         log_demo(args, paper)
@@ -992,7 +993,7 @@ class Meter:
         self.began = self.shown = time.perf_counter()
 
     def update(self, metrics):
-        """Add the metrics of a step, {name: 0-d tensor}, with a "loss". They are read when a progress line is due."""
+        """Add the metrics of a step, {name: 0-d tensor}; "loss" must be one. It is read when a progress line is due."""
         self.count += 1
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0) + value.detach()
@@ -1114,9 +1115,9 @@ def add_evaluation_arguments(parser):
     add = parser.add_argument_group("what is evaluated").add_argument
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
     add("--dataset", choices=DATASETS, help="dataset; if None, the one that the encoder was trained on")
-    add("--data-dir", type=os.path.abspath, metavar="DIR", help="its folder; without --dataset, that used in training")
+    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder of --dataset; if None, that used in training")
     add("--encoder", choices=("query", "momentum"), help="encoder; if None, backbone.pt's (PatchMix: --key-encoder)")
-    add("--no-baselines", action="store_true", help="do not evaluate raw pixels and the untrained encoder")
+    add("--no-baselines", action="store_true", help="do not evaluate raw pixels or the untrained encoder")
     add_shared_arguments(parser, add)
     add = parser.add_argument_group("the encoder in a third-party FILE").add_argument
     add("--arch", help="vit_tiny, resnet18, ..., or any timm model")
@@ -1130,11 +1131,10 @@ def add_evaluation_arguments(parser):
 def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     """Add the arguments shared by all training scripts, parse argv (if None, sys.argv), and return the arguments.
 
-    parser: has --arch and --image-size, and may have --bn-groups, or --local-crops with --local-size and --local-scale,
-    which must fit the others. recipe(args) returns the defaults, {name: value}, of the chosen dataset, encoder and
-    method. The default of --out is named after the values that are not defaults. The method is the parser's prog, a
-    script's name. vit_only: names of the arguments that only a ViT takes. Exits with an error if arguments contradict
-    each other.
+    parser: has --arch and --image-size, and may have --bn-groups, or --local-crops, --local-size and --local-scale. Its
+    prog, the name of a script, is the method. recipe(args) returns the defaults, {name: value}, of the chosen dataset,
+    encoder and method. The default of --out is named after the values that are not defaults. vit_only: names of the
+    arguments that only a ViT takes. Exits with an error if arguments contradict each other.
     """
     parser.usage = "%(prog)s [options]"
     parser.set_defaults(method=parser.prog.removesuffix(".py"))
@@ -1142,7 +1142,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
     add("--norm", choices=NORMS, help="dataset statistics used for normalization")
-    add("--init", type=os.path.abspath, metavar="FILE", help="initial weights of the encoder; needed to resume, too")
+    add("--init", type=os.path.abspath, metavar="FILE", help="initial weights of the encoder; also needed to resume")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
     add("--out", type=os.path.abspath, metavar="DIR", help="folder, by default in runs/; an existing run is resumed")
     add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
@@ -1223,7 +1223,7 @@ def find_checkpoint(out, resume):
     files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
     names = ("config.json", "backbone.pt", "metrics.jsonl", "last.pt", "epoch-")
     temporary = [file for file in files if file.startswith(names) and file.endswith(".tmp")]
-    if "last.pt" not in files:  # then it may only have what a run that was killed in its first save has left
+    if "last.pt" not in files:  # then it may only hold the leftovers of a run that was killed in its first save
         epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
         others = {*files} - {*names, *temporary, f"epoch-{epochs:04d}.pt"}
         is_encoder = "backbone.pt" in files and "config.json" not in files

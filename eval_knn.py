@@ -26,7 +26,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line."""
-    parser = argparse.ArgumentParser("eval_knn.py", description="Classify by the k nearest neighbors")
+    parser = argparse.ArgumentParser("eval_knn.py", description="Evaluate by k-nearest-neighbor classification")
     common.add_evaluation_arguments(parser)
     add = parser.add_argument_group("kNN").add_argument
     add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbors")

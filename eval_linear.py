@@ -103,7 +103,7 @@ def recipe(args, info):
 
 def parse_args(argv=None):
     """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
-    parser = argparse.ArgumentParser("eval_linear.py", description="Train a linear classifier, or fine-tune")
+    parser = argparse.ArgumentParser("eval_linear.py", description="Evaluate by linear probing or fine-tuning")
     common.add_evaluation_arguments(parser)
     some = common.bounded("a positive number, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
@@ -158,7 +158,7 @@ def parse_args(argv=None):
 
 def complete(args, info):
     """Return a copy of args with the protocol, the dataset, the recipe's values for what is not set, and an --out."""
-    from_command_line, args = vars(args), argparse.Namespace(**vars(args))  # the latter is completed
+    from_command_line, args = vars(args), argparse.Namespace(**vars(args))  # args is now a copy, which is completed
     if args.protocol is None:
         tuning = "patchmix" if common.is_vit(info["timm_name"]) else "clim"
         args.protocol = tuning if args.finetune else "probe"
@@ -265,11 +265,11 @@ def scores(logits, labels, num_classes, name="linear"):
     linear_top1; linear_top5 if there are more than five classes; linear_per_class, the mean over the classes of each
     class's top-1. name: prefix of the scores.
     """
-    ranked = logits.topk(min(5, num_classes), dim=1).indices == labels[:, None]
-    right, counts = ranked[:, 0].double(), labels.bincount()
-    per_class = (labels.bincount(right) / counts)[counts > 0]
-    top5 = {f"{name}_top5": 100 * ranked.any(1).double().mean().item()} if num_classes > 5 else {}
-    return {f"{name}_top1": 100 * right.mean().item(), **top5, f"{name}_per_class": 100 * per_class.mean().item()}
+    correct = logits.topk(min(5, num_classes), dim=1).indices == labels[:, None]
+    top1, counts = correct[:, 0].double(), labels.bincount()
+    per_class = (labels.bincount(top1) / counts)[counts > 0]
+    top5 = {f"{name}_top5": 100 * correct.any(1).double().mean().item()} if num_classes > 5 else {}
+    return {f"{name}_top1": 100 * top1.mean().item(), **top5, f"{name}_per_class": 100 * per_class.mean().item()}
 
 
 def hold_out(labels, fraction, least=400):
@@ -325,7 +325,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
             for i, batch in enumerate(batches):
                 logits = (x[batch] @ weight.flatten(1)).view(-1, num_classes)
                 losses = F.cross_entropy(logits, y[batch].repeat_interleave(len(lrs)), reduction="none")
-                # A factor of a loss scales its gradient, as a learning rate does. SGD's own is the cosine
+                # Each loss is scaled by its peak learning rate, which scales its gradient; SGD's own rate is the cosine
                 loss = (lr * losses.view(-1, len(lrs)).mean(0)).sum()
                 optimizer.param_groups[0]["lr"] = (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs)) / 2
                 optimizer.zero_grad()
@@ -334,14 +334,14 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
         return weight.detach().unbind(1)
 
     lrs = sorted(set([10 ** (i / 2) for i in range(-9, 4)] if lrs is None else lrs))
-    right = [[] for _ in lrs]
+    correct = [[] for _ in lrs]
     for rest, check in hold_out(y.cpu(), holdout):
         choosing = check if len(check) else rest
-        for part, weight in zip(right, fit(rest, lrs), strict=True):
+        for part, weight in zip(correct, fit(rest, lrs), strict=True):
             part.extend(((x[choosing] @ weight).argmax(1) == y[choosing]).tolist())
-    percents = [100 * (sum(part) / len(part)) for part in right]
+    percents = [100 * (sum(part) / len(part)) for part in correct]
     best = best_of(percents)
-    (weight,) = fit(torch.cat([check, rest]), [lrs[best]])  # all rows: those of a fold, here the last
+    (weight,) = fit(torch.cat([check, rest]), [lrs[best]])  # the two parts of any fold, here the last, are all rows
     return dict(logits=test_x @ weight, chosen=lrs[best], held_out=dict(zip(lrs, percents, strict=True)))
 
 
@@ -372,7 +372,7 @@ def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=
         return loss
 
     optimizer.step(closure)
-    closure()  # for the gradient in the end
+    closure()  # to compute the gradient at the final weights
     if (left := weight.grad.abs().max().item()) > tolerance:
         common.log(f"warning: L-BFGS has not converged for strength {strength:.3g}: gradient {left:.1e}")
     v = weight.detach()
@@ -567,7 +567,7 @@ def train_protocol(args, device, encoder, info, train, test):
     info.pop("data_dir", None)  # backbone.pt has no paths
     tuned = info | dict(encoder="fine-tuned", classes=[*map(str, train.classes)]) if args.finetune else None
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # DDP's, of batch norm (torch 2.13 renames only the argument)
+    ddp.broadcast_buffers = False  # batch norm does not need it; torch 2.13 renames the argument, not the attribute
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)

@@ -84,9 +84,9 @@ def parse_args(argv=None):
     return args
 
 
-CIFAR = dict(  # not in the paper: MoCo's demo (its branch colab-notebook), but MoCo v2's head and tau, and a warmup
+CIFAR = dict(  # not in the paper: MoCo's demo (branch colab-notebook) with MoCo v2's head and tau, and with a warmup
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=0.99, queue=4096, crop_scale=[0.08, 1.0], blur_p=0.0,  # from 0.2 in moco_jointcrop.py
+    weight_decay=5e-4, momentum=0.99, queue=4096, blur_p=0.0, crop_scale=[0.08, 1.0],  # from 0.2 in moco_jointcrop.py
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
@@ -183,10 +183,10 @@ def augment(x, args):
 class JCL(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with M' keys per query (Algorithm 1).
 
-    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
-    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes the weights equal and,
-    without broadcast_buffers=False, the queues.
-    backbone: (n, 3, H, W) -> (n, width). dim: of queries and keys. queue: number of negatives. temperature: tau.
+    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. With one process, ShuffleBN needs
+    convert_split_batchnorm. With several, wrap it in DistributedDataParallel, which first broadcasts rank 0's weights
+    and, unless broadcast_buffers=False, its queue.
+    backbone: (n, 3, H, W) -> (n, width). dim: embedding dimension. queue: number of negatives. temperature: tau.
     vanilla: the loss is the average of info_nce over the keys.
     """
 
@@ -210,8 +210,8 @@ class JCL(nn.Module):
     def forward(self, views, lam):
         """Return (loss, mean keys to enqueue (N, dim), queries (n, dim), {name: metric}): Algorithm 1, lines 5 to 10.
 
-        views: this process's query view and M' key views, each (n, 3, H, W), normalized. lam: lambda. n images are of
-        this process, N of all processes. Only the loss has a gradient, which reaches the query encoder only.
+        views: this process's query view and M' key views, each (n, 3, H, W), normalized. lam: lambda. n is the batch
+        size per process, N the global batch size. Only the loss has a gradient, which reaches the query encoder only.
         """
         q = self.query(views[0])  # line 5
         keys = encode_shuffled_keys(self.key, views[1:])  # line 6: (M', N, dim)
@@ -247,10 +247,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys by (N, dim) keys of all processes, after backward, which still needs the old ones."""
+        """Replace the oldest keys with the (N, dim) keys of all processes, after backward, which needs the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, only the last ones
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -306,11 +306,11 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # DDP's; queues stay equal without it (torch 2.13 renames only the argument)
+    ddp.broadcast_buffers = False  # queues stay equal without it; torch 2.13 renames the argument, not the attribute
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run gets the same seed: hashes of ints are fixed
         lam = args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs  # ramp: D1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
@@ -372,7 +372,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 2 x 0.3 GB per view of 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C). It takes 2 x 0.3 GB per 512 views of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -424,7 +424,7 @@ def convert_split_batchnorm(module, groups):
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
             setattr(result, name, getattr(module, name))
-    for name, child in module.named_children():  # a BatchNormAct2d's are drop and act
+    for name, child in module.named_children():  # those of BatchNormAct2d are drop and act
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result
 

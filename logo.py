@@ -98,13 +98,13 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
-    of_moco = ["queue", "temperature", "momentum", "bn_groups"]
-    common.refuse(parser, args, args.base == "simsiam", of_moco, "with --base simsiam")
+    moco_flags = ["queue", "temperature", "momentum", "bn_groups"]
+    common.refuse(parser, args, args.base == "simsiam", moco_flags, "with --base simsiam")
     common.refuse(parser, args, args.base == "moco", ["layers", "hidden"], "without --base simsiam")
     common.refuse(parser, args, args.local_crops == 0, ["pairs", "l2l", "variant"], "with --local-crops 0")
     common.refuse(parser, args, args.pairs == "all" and not args.l2l, ["variant"], "with --pairs all")
-    of_l_ll = ["l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"]
-    common.refuse(parser, args, not args.l2l, of_l_ll, "without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
+    l2l_flags = ["l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"]
+    common.refuse(parser, args, not args.l2l, l2l_flags, "without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
     common.refuse(parser, args, args.l2l_weighting == "lambda", ["clip_ratio"], "without --l2l-weighting clip")
     common.refuse(parser, args, args.l2l_weighting == "clip", ["lam"], "without --l2l-weighting lambda")
     if args.local_crops and args.one_way:
@@ -305,10 +305,10 @@ def compared_views(pairs="logo", local_crops=2, one_way=False):
 class MoCo(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with global and local views.
 
-    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process,
-    ShuffleBN needs convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes the
-    weights equal and, without broadcast_buffers=False, the queues. backbone: (n, 3, H, W) -> (n, width). pairs: from
-    `compared_views`. dim: of queries and keys. queue: number of negatives. temperature: tau. reduction: see `combine`.
+    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. With one process,
+    ShuffleBN needs convert_split_batchnorm. With several, wrap it in DistributedDataParallel, which first broadcasts
+    rank 0's weights and, unless broadcast_buffers=False, its queue. backbone: (n, 3, H, W) -> (n, width). pairs: from
+    `compared_views`. dim: embedding dimension. queue: number of negatives. temperature: tau. reduction: see `combine`.
     """
 
     def __init__(self, backbone, width, pairs, dim=128, queue=4096, temperature=0.07, reduction="mean"):
@@ -410,10 +410,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys by (N, dim) keys of all processes, after backward, which still needs the old ones."""
+        """Replace the oldest keys with the (N, dim) keys of all processes, after backward, which needs the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, only the last ones
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -499,11 +499,11 @@ def main(args, train=None, test=None):
         if not simsiam:
             model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # DDP's; queues stay equal without it (torch 2.13 renames only the argument)
+    ddp.broadcast_buffers = False  # queues stay equal without it; torch 2.13 renames the argument, not the attribute
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run gets the same seed: hashes of ints are fixed
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs
@@ -585,7 +585,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 2 x 0.3 GB per view of 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C). It takes 2 x 0.3 GB per 512 views of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -637,7 +637,7 @@ def convert_split_batchnorm(module, groups):
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
             setattr(result, name, getattr(module, name))
-    for name, child in module.named_children():  # a BatchNormAct2d's are drop and act
+    for name, child in module.named_children():  # those of BatchNormAct2d are drop and act
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result
 

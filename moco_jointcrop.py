@@ -203,8 +203,8 @@ def center_suppressed(room, alpha):
 def contrast(q, k, temperature, first):
     """Return MoCo v3's loss, ctr of its Algorithm 1: 2 tau times the cross-entropy of cosine similarities.
 
-    q: (n, C), this process's queries. k: (N, C), the keys of all processes. Both are L2-normalized here. Key first + i
-    is the positive of query i, and the other keys are its negatives. temperature: tau > 0.
+    q: (n, C), this process's queries. k: (N, C), the keys of all processes. Both are L2-normalized here. Row first + i
+    of k is the positive of query i, and the other keys are its negatives. temperature: tau > 0.
     Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
     autocast, which would undo that. Raises ValueError if the shapes do not fit, or first is out of range.
     """
@@ -248,12 +248,12 @@ class JointCrop(v2.RandomResizedCrop):
         view1, view2 = [transform(view) for view in crop(image)]  # later transforms draw for each view separately
 
     The image is an RGB PIL image or a tensor (..., C, H, W). Inside v2.Compose, later transforms change both crops
-    alike, or only the first if they are plain tensors.
+    alike; if the crops are plain tensors, they change only the first.
 
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
     these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
     whole: if no crop fits into the image, take all of it, not a center crop (D2). torchvision tries ten aspect ratios,
-    each with a new area. Here all have one area: none fits for 40% of the crops of 640 x 320 images (areas from 0.2).
+    each with a new area. Here all have the same, so none fits for 40% of crops of 640 x 320 images (areas from 0.2).
 
     This does the same without the class, with torchvision.transforms.RandomResizedCrop, and with resized_crop and
     gaussian_blur from torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:
@@ -281,17 +281,17 @@ class JointCrop(v2.RandomResizedCrop):
     def crop(self, image, scale):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
         image_height, image_width = v2.functional.get_size(image)
-        _, _, height, width = box = self.get_params(image, scale, self.ratio)
+        top, left, height, width = self.get_params(image, scale, self.ratio)
         # The largest centered crop, which `get_params` returns if no aspect ratio fits, and rarely by chance
         max_height = min(image_height, round(image_width / self.ratio[0]))
         max_width = min(image_width, round(image_height * self.ratio[1]))
         center = (image_height - max_height) // 2, (image_width - max_width) // 2, max_height, max_width
-        if box == center:
-            box = (0, 0, image_height, image_width) if self.whole else center
+        if (top, left, height, width) == center:
+            top, left, height, width = (0, 0, image_height, image_width) if self.whole else center
         elif self.css_alpha != 1:
             top = center_suppressed(image_height - height, self.css_alpha)
             left = center_suppressed(image_width - width, self.css_alpha)
-            box = top, left, height, width
+        box = top, left, height, width
         return v2.functional.resized_crop(image, *box, self.size, self.interpolation, self.antialias)
 
 
@@ -378,11 +378,11 @@ class MoCoBase(nn.Module):
 class MoCo(MoCoBase):
     """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
-    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, ShuffleBN needs
-    convert_split_batchnorm. On several, wrap it in DistributedDataParallel, which first makes the weights equal and,
-    without broadcast_buffers=False, the queues.
-    backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
-    negatives. temperature: tau.
+    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. With one process, ShuffleBN needs
+    convert_split_batchnorm. With several, wrap it in DistributedDataParallel, which first broadcasts rank 0's weights
+    and, unless broadcast_buffers=False, its queue.
+    backbone: (n, 3, H, W) -> (n, width). layers: number of projector layers, 1 or 2. dim: embedding dimension. queue:
+    number of negatives. temperature: tau.
     """
 
     def __init__(self, backbone, width, layers=2, dim=128, queue=65536, temperature=0.2):
@@ -413,7 +413,7 @@ class MoCoV3(MoCoBase):
     """MoCo v3's query encoder with a predictor, and its momentum encoder. It has no queue.
 
     Copy it with MoCoBase, contrast, mlp and gather. On several GPUs convert it with timm.layers.convert_sync_batchnorm,
-    and wrap it in DistributedDataParallel. hidden: of projector and predictor. For the other arguments see `MoCo`.
+    and wrap it in DistributedDataParallel. hidden: size of the hidden layers. For the other arguments see `MoCo`.
     """
 
     def __init__(self, backbone, width, hidden=4096, dim=256, temperature=1.0):
@@ -455,10 +455,10 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys by (N, dim) keys of all processes, after backward, which still needs the old ones."""
+        """Replace the oldest keys with the (N, dim) keys of all processes, after backward, which needs the old ones."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, the last
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, only the last ones
         self.position.add_(len(keys)).remainder_(length)
 
 
@@ -544,11 +544,11 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # DDP's; queues stay equal without it (torch 2.13 renames only the argument)
+    ddp.broadcast_buffers = False  # queues stay equal without it; torch 2.13 renames the argument, not the attribute
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run gets the same seed: hashes of ints are fixed
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, joint_blur) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs
@@ -612,7 +612,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 2 x 0.3 GB per view of 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C). It takes 2 x 0.3 GB per 512 views of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -664,7 +664,7 @@ def convert_split_batchnorm(module, groups):
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
             setattr(result, name, getattr(module, name))
-    for name, child in module.named_children():  # a BatchNormAct2d's are drop and act
+    for name, child in module.named_children():  # those of BatchNormAct2d are drop and act
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result
 

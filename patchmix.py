@@ -297,9 +297,9 @@ class PatchMix(nn.Module):
     Copy it with TERMS, head, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix and gather.
     On several GPUs convert it with timm.layers.convert_sync_batchnorm, and wrap it in DistributedDataParallel.
 
-    backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. patch_size: the ViT's. num_mix, slices: see
-    `mix_batch`. terms: {name: weight}, those of Eq. 16 to compute; None: all, with weight 1. temperature: tau.
-    smoothing: of oto (D1). key_encoder: "momentum", or "query" (D4).
+    backbone: (n, 3, H, W) -> (n, width). hidden, dim: hidden and output size of the heads. patch_size: the ViT's.
+    num_mix, slices: see `mix_batch`. terms: {name: weight}, those of Eq. 16 to compute; None: all, with weight 1.
+    temperature: tau. smoothing: label smoothing of oto (D1). key_encoder: "momentum", or "query" (D4).
     """
 
     def __init__(
@@ -451,11 +451,11 @@ def main(args, train=None, test=None):
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
     ddp = DistributedDataParallel(model) if world > 1 else model
-    ddp.broadcast_buffers = False  # DDP's, of batch norm (torch 2.13 renames only the argument)
+    ddp.broadcast_buffers = False  # batch norm does not need it; torch 2.13 renames the argument, not the attribute
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same: hashes of ints are fixed
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run gets the same seed: hashes of ints are fixed
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs
