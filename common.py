@@ -1115,7 +1115,7 @@ def add_evaluation_arguments(parser):
     add = parser.add_argument_group("what is evaluated").add_argument
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
     add("--dataset", choices=DATASETS, help="dataset; if None, the one that the encoder was trained on")
-    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder of --dataset; if None, that used in training")
+    add("--data-dir", type=os.path.abspath, metavar="DIR", help="its folder; without --dataset, that used in training")
     add("--encoder", choices=("query", "momentum"), help="encoder; if None, backbone.pt's (PatchMix: --key-encoder)")
     add("--no-baselines", action="store_true", help="do not evaluate raw pixels or the untrained encoder")
     add_shared_arguments(parser, add)

@@ -293,7 +293,7 @@ def best_of(percents):
 
 
 def affine(x, mean, scale):
-    """Return (x - mean) / scale of features (n, d), and a column of ones for the bias: (n, d + 1)."""
+    """Return (x - mean) / scale of features (n, d), and a column of ones for the bias: (n, d + 1). No gradient."""
     x = F.pad(x.to(mean.dtype), (0, 1), value=1.0)
     x[:, :-1].sub_(mean).div_(scale)
     return x.detach()
