@@ -765,7 +765,8 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     most = max(all_gather_object(len(bank)))  # the same on every process, so that all take the same chunks
     predicted = []
     for chunk in queries.split(max(1, 2**26 // max(most, num_classes))):  # at most 256 MB of similarities
-        similarity, row = (chunk @ bank.T).topk(min(max(k), len(bank)), dim=1)
+        with torch.autocast(bank.device.type, enabled=False):  # in float32, whatever the caller's mode is
+            similarity, row = (chunk @ bank.T).topk(min(max(k), len(bank)), dim=1)
         similarity, label = gather_rows(similarity.T).T, gather_rows(train_y[row].T).T  # the columns of all processes
         similarity, column = similarity.topk(min(max(k), similarity.shape[1]), dim=1)
         label = label.gather(1, column)

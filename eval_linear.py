@@ -613,7 +613,8 @@ def main(args, train=None, test=None):
     device, *_ = common.init_distributed(args.device, timeout=datetime.timedelta(days=1))  # one process fits features
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.inference_mode(False), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        gpus = [device] if device.type == "cuda" else []
+        with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.random.fork_rng(gpus):
             encoder, info = common.open_encoder(args)
             train, val, test, info = open_data(args, info, train, test)
             args = complete(args, info)
