@@ -994,7 +994,7 @@ class Meter:
         self.began = self.shown = time.perf_counter()
 
     def update(self, metrics):
-        """Add the metrics of a step, {name: 0-d tensor}; "loss" must be one. It is read when a progress line is due."""
+        """Add the metrics of a step, {name: 0-d tensor}, with a "loss", which is read when a progress line is due."""
         self.count += 1
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0) + value.detach()

@@ -51,7 +51,6 @@ def test_forward_is_eq8_or_eq3(flags):
     loss, mean_keys, q, metrics = model(x, 4.0)
     torch.manual_seed(1)
     keys, query = jcl.encode_shuffled_keys(model.key, x[1:]), model.query(x[0])
-    assert query.requires_grad and not jcl.gather(query).requires_grad  # with one process as with several
     losses = [info_nce(query, key, queue, tau) for key in keys]
     expected = sum(losses) / 3 if flags else eq8(query, keys.transpose(0, 1), queue, tau, 4.0)
     assert_same(loss, expected, *model.projector.parameters())
