@@ -869,17 +869,8 @@ def baselines(info, seed, num_images):
 # ================================================================= 5. processes
 
 
-def log_demo(args, flags):
-    """If this run is the demo, print how to train on real data. flags: those of the paper's run."""
-    if flags and args.dataset == "patterns" and not args.show_views and os.environ.get("RANK", "0") == "0":
-        log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
-        what = "learning rate, patch size, heads" if is_vit(args.arch) else "learning rate, image size"
-        log(f"The demo's {what} and other values are not the paper's.")
-        log(f"At full scale: torchrun --nproc_per_node=8 {args.method}.py {flags}")
-
-
 def start(main, parse_args, paper=None):
-    """Run main(parse_args()). A mistake exits with an error message and status 2. paper: flags for `log_demo`."""
+    """Run main(parse_args()). A mistake exits with an error message and status 2. paper: flags of the paper's run."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     if hasattr(sys.stdout, "reconfigure"):  # else `log` would drop a line with a name that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -889,10 +880,10 @@ def start(main, parse_args, paper=None):
     try:
         args = parse_args()
         if getattr(args, "dataset", None) == "patterns":
-            torch.set_num_threads(1)  # it does not wait for busy cores, and its digits do not depend on their number
+            torch.set_num_threads(1)  # fast beside other programs, and the same digits on any number of cores
         log_demo(args, paper)
         main(args)
-        log_demo(args, paper)
+        log_demo(args, paper, finished=True)
     except KeyboardInterrupt:
         log("interrupted: the same command resumes a training run after its last saved epoch")
         raise SystemExit(130) from None
@@ -985,6 +976,17 @@ def progress(text):
         log(text, end="")
 
 
+def log_demo(args, flags, finished=False):
+    """If this run is the demo, print how to train on real data; finished: only how the paper's run is started."""
+    if not flags or args.dataset != "patterns" or args.show_views or os.environ.get("RANK", "0") != "0":
+        return
+    if not finished:
+        log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
+        what = "learning rate, patch size, heads" if is_vit(args.arch) else "learning rate, image size"
+        log(f"The demo's {what} and other values are not the paper's.")
+    log(f"At full scale: torchrun --nproc_per_node=8 {args.method}.py {flags}")
+
+
 class Meter:
     """The averages of an epoch's metrics, and its progress line. epoch: counted from 0. batch_size: the global one."""
 
@@ -1026,11 +1028,16 @@ def log_values(title, values):
 
 
 def log_epoch(title, records, names=()):
-    """Print the last record's scores and the values of these names. With names, warn once if `std` stays below 0.1."""
+    """Print the last record's scores and the values of these names. With names, also `warn_of_collapse`."""
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
-    is_low = [False] + [record.get("std", 1) < 0.1 for record in records]
-    if names and is_low[-4:] == [False, True, True, True]:  # for exactly three epochs, so that it warns once
+    if names:
+        warn_of_collapse([record.get("std", 1) for record in records])
+
+
+def warn_of_collapse(stds):
+    """Print a warning once `std` has been below 0.1 for exactly three epochs. stds: that of each epoch so far."""
+    if [std < 0.1 for std in [1, *stds][-4:]] == [False, True, True, True]:
         log("warning: std has been below 0.1 for three epochs: all embeddings are nearly equal. If it does not rise,")
         log("this is a collapse: try --warmup, or check --lr (too high?), --temperature, --queue and --momentum")
 
@@ -1240,15 +1247,17 @@ def find_checkpoint(out, resume):
     return os.path.join(resume, "last.pt") if resume and os.path.isdir(resume) else resume
 
 
-def open_run(args, train, state, derived):
+def open_run(args, train, state, derived, changes=None):
     """Start a run in args.out, or resume the one there: (configuration, records of its epochs). Print its values.
 
-    The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG and the images' fingerprint.
+    The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG, the changes to them, if any, and
+    the images' fingerprint.
     state: {name: module, optimizer or tensor}, with a "model"; they are loaded in place. derived: further values to
     print. With --resume, a new run starts from the state of another one, except for tensors with a row per image.
     Raises UsageError if the run in args.out has another configuration, or if the processes differ in theirs.
     """
-    config = {k: x for k, x in vars(args).items() if k not in NOT_IN_CONFIG} | dict(images=fingerprint(train))
+    config = {k: x for k, x in vars(args).items() if k not in NOT_IN_CONFIG} | (changes or {})
+    config["images"] = fingerprint(train)
     config = json.loads(json.dumps(config, default=str))  # plain numbers and strings, which any checkpoint can hold
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
     rank, world = rank_and_world()

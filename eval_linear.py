@@ -158,7 +158,8 @@ def parse_args(argv=None):
 
 def complete(args, info):
     """Return a copy of args with the protocol, the dataset, the recipe's values for what is not set, and an --out."""
-    from_command_line, args = vars(args), argparse.Namespace(**vars(args))  # args is now a copy, which is completed
+    from_command_line = vars(args)
+    args = argparse.Namespace(**from_command_line)  # a copy, which is completed
     if args.protocol is None:
         tuning = "patchmix" if common.is_vit(info["timm_name"]) else "clim"
         args.protocol = tuning if args.finetune else "probe"
@@ -559,11 +560,10 @@ def train_protocol(args, device, encoder, info, train, test):
     # The run. Its configuration has a hash of the encoder's weights instead of their path, and the test images
     amp = common.use_bf16(args.amp, device)
     digest = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
-    values = vars(args) | dict(checkpoint=digest, test_images=common.fingerprint(test))
-    values |= dict(solver=None, no_baselines=None)  # of the probe only
+    changes = dict(checkpoint=digest, test_images=common.fingerprint(test), solver=None, no_baselines=None)
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
     derived = dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp)
-    config, records = common.open_run(argparse.Namespace(**values), train, state, derived)
+    config, records = common.open_run(args, train, state, derived, changes)
     info.pop("data_dir", None)  # backbone.pt has no paths
     tuned = info | dict(encoder="fine-tuned", classes=[*map(str, train.classes)]) if args.finetune else None
     ddp = DistributedDataParallel(model) if world > 1 else model

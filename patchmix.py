@@ -83,7 +83,7 @@ def parse_args(argv=None):
     add("--lr", type=common.positive_float, default=5e-4, help="peak learning rate per 256 images")  # for ViT-S
     add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="final learning rate per 256 images")  # 1e-6
     add("--warmup", type=common.nonnegative_float, default=10.0, help="linear warmup epochs, at most --epochs / 4")
-    add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="AdamW's: initial, final")
+    add("--weight-decay", action=common.FractionPair, default=[0.04, 0.4], help="AdamW's; two: initial and final")
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", action=common.AreaRange, default=[0.05, 1.0], help="area range of RandomResizedCrop")

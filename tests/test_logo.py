@@ -183,6 +183,10 @@ def test_descend_leaves_unused_and_frozen_parameters_as_they_are():
     assert (unused == 1).all() and (frozen == 1).all()
 
 
-def test_gathered_rows_can_be_differentiated_twice():
-    """As a gradient penalty does."""
-    assert torch.autograd.gradgradcheck(logo.GatherWithGradient.apply, torch.randn(3, 2, requires_grad=True))
+def test_gathered_rows_are_differentiated_once():
+    """A second derivative, as of a gradient penalty, would lack the other processes' part: it is an error."""
+    rows = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(logo.GatherWithGradient.apply, rows)
+    (gradient,) = torch.autograd.grad(logo.GatherWithGradient.apply(rows).square().sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -61,6 +61,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["eval_linear"], "begun --protocol moco", "68 images"),
     (["eval_knn"], "begun --dump missing/features.npz", "--dump"),  # said before the features are computed
     (["eval_knn"], "begun --temperature 0", "--temperature"),
+    (["eval_knn"], "begun --dump features.npz --k 5", "--k has no effect with --dump"),
 ]
 
 
