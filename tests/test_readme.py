@@ -16,13 +16,14 @@ import common
 import jcl
 import moco_jointcrop
 
-PAGES = "README.md", "tests/README.md", "tests/results/README.md", "tests/results/earlier.md"
+PAGES = "README.md", "tests/README.md", "tests/running.md", "tests/results/README.md", "tests/results/earlier.md"
 PAGES = {page: (ROOT / page).read_text() for page in PAGES}
 SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
 COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 BLOCKS = [code for page in PAGES.values() for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)]
-LOOP, WEIGHTS = (code for word in ("JCL(", "timm.create_model(") for code in BLOCKS if word in code)  # one block each
-OTHERS = [code for code in BLOCKS if code not in (LOOP, WEIGHTS)]
+WORDS = "JCL(", "timm.create_model(", "logsumexp"  # of one block each
+LOOP, WEIGHTS, LOSS = (code for word in WORDS for code in BLOCKS if word in code)
+OTHERS = [code for code in BLOCKS if code not in (LOOP, WEIGHTS, LOSS)]
 
 
 def run_block(code, **names):
@@ -65,6 +66,12 @@ def test_blocks_of_python_run(code, _tiny, here):
     for out in set(re.findall(r"runs/[\w.-]+", code)) - set(re.findall(r"--out (\S+?)\"", code)):
         run("jcl", out, "--epochs", 1, "--batch-size", 64)
     run_block(code)
+
+
+def test_the_loss_in_lines():
+    q, k, queue = (torch.nn.functional.normalize(torch.randn(shape), dim=-1) for shape in ((6, 8), (6, 3, 8), (9, 8)))
+    found = run_block(LOSS, torch=torch, q=q, k=k, queue=queue, temperature=0.2, lam=4.0)["loss"]
+    torch.testing.assert_close(found, jcl.jcl_loss(q, k, queue, 0.2, 4.0))
 
 
 def test_a_users_own_loop():

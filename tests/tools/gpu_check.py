@@ -46,7 +46,7 @@ EVALUATIONS = {
     "MoCo's linear protocol": "eval_linear --protocol moco --epochs 2 --batch-size 32",
     "fine-tuning": "eval_linear --finetune --epochs 2 --batch-size 32",
 }
-RECIPES = {  # ImageNet's, as one of eight GPUs has them: images, and GB by tests/README.md
+RECIPES = {  # ImageNet's, as one of eight GPUs has them: images, and GB by tests/running.md
     "moco_jointcrop --bn-groups 1": (32, 2.3), "jcl --bn-groups 1": (64, 5.7), "logo --bn-groups 1": (32, 4.4),
     "clim --bn-groups 2 --clim-start 0 --num-clusters 16": (64, 5.6), "logo --base simsiam": (32, 4.1),
     "patchmix --mix-slices 1": (128, 10.2), "moco_jointcrop --moco v3": (512, 48.9),
@@ -208,7 +208,7 @@ def recipes(device, folder):
         with watched(note, note):
             train(case, folder / case, *flags, train=images)
         peak, step = torch.cuda.max_memory_allocated() / 1e9, np.median(np.diff(times)[4::2])
-        said = f"{case}: {peak:.1f} GB (tests/README.md: {expected}), {batch / step:.0f} images/s"
+        said = f"{case}: {peak:.1f} GB (tests/running.md: {expected}), {batch / step:.0f} images/s"
         yield said, ["more memory than expected"] * (peak > 1.3 * expected)
 
 
