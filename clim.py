@@ -93,6 +93,11 @@ def parse_args(argv=None):
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
     args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
+    common.refuse(parser, args, not common.is_vit(args.arch), ["patch_size"], "without a ViT (--arch)")
+    common.refuse(parser, args, common.is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
+    common.refuse(parser, args, not args.local_crops, ["local_size", "local_scale"], "without --local-crops")
+    if args.local_crops and args.local_size > args.image_size[0]:
+        parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size[0]}")
     positive_flags = ["mix", "alpha", "num_positives", "refresh_every", "clim_start"]
     why = f"with --selection {args.selection}"
     common.refuse(parser, args, args.selection == "none", positive_flags, why)
@@ -126,6 +131,8 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
 def recipe(args):
     """Return the defaults, {name: value}, that suit args, whose image_size is None if not given."""
     values = dict(RECIPES[args.dataset])
+    if common.is_vit(args.arch):
+        values["bn_groups"] = 1  # it has no batch norm
     if args.selection == "knn":
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
     has_one_size = args.selection == "none" or args.local_crops  # the baseline, and Table 7's multi-crop

@@ -1136,13 +1136,12 @@ def add_evaluation_arguments(parser):
     add("--norm", choices=NORMS, help="normalization statistics; if None, imagenet, or timm's for an --arch NAME.TAG")
 
 
-def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
+def parse_args(parser, argv, recipe):
     """Add the arguments shared by all training scripts, parse argv (if None, sys.argv), and return the arguments.
 
-    parser: has --arch and --image-size, and may have --bn-groups, or --local-crops, --local-size and --local-scale. Its
-    prog, the name of a script, is the method. recipe(args) returns the defaults, {name: value}, of the chosen dataset,
-    encoder and method. The default of --out is named after the values that are not defaults. vit_only: names of the
-    arguments that only a ViT takes. Exits with an error if arguments contradict each other.
+    parser: has --arch; its prog, the name of a script, is the method. recipe(args) returns the defaults, {name: value},
+    of the chosen dataset, encoder and method. The default of --out is named after the values that are not defaults.
+    Exits with an error if arguments contradict each other.
     """
     parser.usage = "%(prog)s [options]"
     parser.set_defaults(method=parser.prog.removesuffix(".py"))
@@ -1165,8 +1164,6 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     parser.set_defaults(norm=chosen.dataset if chosen.dataset in NORMS else "imagenet")
     parser.set_defaults(knn_every=50 if chosen.dataset == "imagenet" else 10)  # ImageNet's kNN takes minutes
     parser.set_defaults(**recipe(chosen))  # before --help shows them
-    if "bn_groups" in chosen and is_vit(chosen.arch):
-        parser.set_defaults(bn_groups=1)  # a ViT has no batch norm
     parser.epilog = f"Defaults are for --dataset {chosen.dataset}. Pass another one with --help to see its defaults. "
     parser.epilog += "(D1), (D2), ... are listed at the end of the script."
     args = parser.parse_args(argv)
@@ -1175,13 +1172,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if "." in args.arch:
         parser.error(f"--arch {args.arch}: weights are not downloaded: pass {args.arch.split('.')[0]}, and --init FILE")
-    local_crops = getattr(args, "local_crops", 0)
-    refuse(parser, args, not local_crops, ["local_size", "local_scale"], "without --local-crops")
-    refuse(parser, args, not is_vit(args.arch), vit_only, "without a ViT (--arch)")
-    refuse(parser, args, is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
     refuse(parser, args, not args.init, ["init_prefix"], "without --init")
-    if local_crops and args.local_size > np.max(args.image_size):  # CLIM may have several
-        parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
 
     if args.out is None:
         where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"

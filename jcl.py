@@ -79,6 +79,8 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
+    common.refuse(parser, args, not common.is_vit(args.arch), ["patch_size"], "without a ViT (--arch)")
+    common.refuse(parser, args, common.is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
     common.refuse(parser, args, args.num_keys == 1, ["vanilla", "lam", "lam_schedule"], "with --num-keys 1")
     common.refuse(parser, args, args.vanilla, ["lam", "lam_schedule"], "with --vanilla")
     return args
@@ -106,6 +108,8 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
 def recipe(args):
     """Return the defaults, {name: value}, that suit args."""
     values = dict(RECIPES[args.dataset])
+    if common.is_vit(args.arch):
+        values["bn_groups"] = 1  # it has no batch norm
     if args.variant == "released":
         values |= dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # keys: D2, lambda: D1
         if args.dataset in ("imagenet", "folder"):

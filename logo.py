@@ -98,6 +98,11 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
+    common.refuse(parser, args, not common.is_vit(args.arch), ["patch_size"], "without a ViT (--arch)")
+    common.refuse(parser, args, common.is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
+    common.refuse(parser, args, not args.local_crops, ["local_size", "local_scale"], "without --local-crops")
+    if args.local_crops and args.local_size > args.image_size:
+        parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
     moco_flags = ["queue", "temperature", "momentum", "bn_groups"]
     common.refuse(parser, args, args.base == "simsiam", moco_flags, "with --base simsiam")
     common.refuse(parser, args, args.base == "moco", ["layers", "hidden"], "without --base simsiam")
@@ -132,6 +137,8 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
 def recipe(args):
     """Return the defaults, {name: value}, that suit args."""
     values = dict(RECIPES[args.dataset], l2l=args.local_crops > 0)
+    if common.is_vit(args.arch):
+        values["bn_groups"] = 1  # it has no batch norm
     if args.base == "simsiam":
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inferred (D12)
         values |= dict(queue=None, temperature=None, bn_groups=None, momentum=None)  # it has none of them

@@ -90,6 +90,11 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
+    common.refuse(parser, args, not common.is_vit(args.arch), ["patch_size"], "without a ViT (--arch)")
+    common.refuse(parser, args, common.is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
+    common.refuse(parser, args, not args.local_crops, ["local_size", "local_scale"], "without --local-crops")
+    if args.local_crops and args.local_size > args.image_size:
+        parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
     if args.joint in ("blur", "either", "both") and min(args.blur_p) == 0:
         parser.error(f"--joint {args.joint} needs blurs of both views: pass --blur-p 0.5")
     chosen = args.moco, args.joint, args.beta, args.css_alpha, args.local_crops
@@ -139,6 +144,8 @@ def recipe(args):
     """Return the defaults, {name: value}, that suit args, whose moco is None if not given."""
     values = dict(RECIPES[args.dataset], moco="v3" if args.variant == "released" else "v2")
     moco = args.moco or values["moco"]
+    if common.is_vit(args.arch):
+        values["bn_groups"] = 1  # it has no batch norm
     if args.dataset == "patterns":
         values |= dict(v1=V1, v2={}, v3=V3_PATTERNS)[moco]
     elif args.dataset in ("cifar10", "cifar100", "stl10"):

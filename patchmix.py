@@ -91,8 +91,12 @@ def parse_args(argv=None):
     add("--local-scale", action=common.AreaRange, default=[0.05, 0.35], help="area range of local crops (D6)")
     add("--blur-p", action=common.FractionPair, default=[1.0, 0.1], help="probability of blur; two values: views 1, 2")
 
-    args = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
+    args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
+    common.refuse(parser, args, not common.is_vit(args.arch), ["num_heads", "drop_path"], "without a ViT (--arch)")
+    common.refuse(parser, args, not args.local_crops, ["local_size", "local_scale"], "without --local-crops")
+    if args.local_crops and args.local_size > args.image_size:
+        parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
     terms = chosen_terms(args)
     if not terms or not set(args.terms.split(",")) <= set(TERMS):
         parser.error("--terms: pass one or more of oto,mto,mtm, with --term-weights above 0")
