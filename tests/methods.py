@@ -1,35 +1,35 @@
-"""What the tests have to know of each method: one record per method file, from which they make their tables."""
+"""Describes each method for the tests: one record per method file, from which the tests build their parameters."""
 
 from dataclasses import dataclass, field
 
 import torch
 
 VIEWS = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]  # each of four images
-PAIRS = ([(0, 1), (1, 0)], [(2, 0)])  # LoGo's: (query, key) of global crops, and of local ones
-BLUR = "--blur-p 0.5 0.5"  # JointBlur's, where a recipe does not blur
-MOCO_V2, MOCO_V3 = (0.4, 0.4, 0.4, 0.1, 0.8), (0.4, 0.4, 0.2, 0.1, 0.8)  # the jitter's strengths, its probability
-PLAIN = [("", None, MOCO_V2, ((0.1, 2.0), 0.5), 0)]  # MoCo v2's augmentation, of all views
-DRAWN = ([0.0, 1.5], [0.0, 1.0])  # by moco_jointcrop.py's loader, for two images: sigma, which is 0 for no blur, and p
+PAIRS = ([(0, 1), (1, 0)], [(2, 0)])  # LoGo's (query, key) views, with queries of global and of local crops
+BLUR = "--blur-p 0.5 0.5"  # JointBlur needs it if a recipe does not blur
+MOCO_V2, MOCO_V3 = (0.4, 0.4, 0.4, 0.1, 0.8), (0.4, 0.4, 0.2, 0.1, 0.8)  # strengths and probability of color jitter
+PLAIN = [("", None, MOCO_V2, ((0.1, 2.0), 0.5), 0)]  # MoCo v2's augmentation, the same for all views
+DRAWN = ([0.0, 1.5], [0.0, 1.0])  # moco_jointcrop.py's blur of two images: sigmas (0: no blur) and probabilities
 
 
 @dataclass(kw_only=True)
 class Method:
-    """Flags are parts of a command line. Fields without a default have to be given."""
+    """A record of a method. Flags are parts of a command line. Fields without a default are required."""
 
-    # {flags of a model: (its class, arguments besides an encoder, its width and dim; what forward takes)}
+    # {flags that select a model: (name of its class, arguments except backbone, width and dim, inputs of forward)}
     models: dict
-    # On ImageNet: (flags, the view if it matters, jitter, blur's sigma and probability, solarize's probability)
+    # On ImageNet: (flags, view or None, color jitter, sigma and probability of blur, probability of solarization)
     augmentation: list
-    refused: list  # flags of which the last has no effect
-    processes: list  # flags with which several processes are compared with one
-    quick_processes: list = field(default_factory=list)  # the same; these are also tried without --slow
-    forms: list = field(default_factory=list)  # flags that choose another recipe or another form of the method
-    small: str = "resnet_mini"  # a small encoder of the kind that it trains, or vit_micro
-    needs: str = ""  # flags without which others do not act within two steps
-    four_views: str = ""  # with these a step has four views of one size and range of areas, and all draws can be seen
+    refused: list  # flags, the last of which has no effect and is rejected
+    processes: list  # flags for comparing several processes with one
+    quick_processes: list = field(default_factory=list)  # the same, but also tested without --slow
+    forms: list = field(default_factory=list)  # flags that select another recipe or form of the method
+    small: str = "resnet_mini"  # a small encoder of the usual kind, a ResNet or a ViT
+    needs: str = ""  # flags without which others have no effect within two steps
+    four_views: str = ""  # flags for four views per step, of equal size and area range, with all random operations
     evaluated: str = "query"  # the encoder in backbone.pt
-    interpolation: str = "bilinear"  # of its images
-    not_shuffled: list = field(default_factory=list)  # classes of models that do not shuffle the keys
+    interpolation: str = "bilinear"  # how its images are resized
+    not_shuffled: list = field(default_factory=list)  # model classes that do not shuffle keys
 
 
 RECORDS = dict(
@@ -64,7 +64,7 @@ RECORDS = dict(
                    "--bn-groups 8 --clim-start 0 --selection random --mix none"],
         quick_processes=["--bn-groups 8 --clim-start 0 --num-clusters 4 --knn-k 8 --image-size 16 12"],
         forms=["--selection none", "--selection knn", "--image-size 24 16"],
-        needs="--clim-start 0 --num-clusters 4",  # for positives
+        needs="--clim-start 0 --num-clusters 4",  # to have positives
         four_views="--selection random --clim-start 0 --refresh-every 1"),
     logo=Method(
         models={"": ("MoCo", dict(pairs=PAIRS, queue=8), (VIEWS,)),
@@ -95,6 +95,6 @@ RECORDS = dict(
         small="vit_micro",
         evaluated="momentum",
         interpolation="bicubic",
-        needs="--patch-size 4",  # for local crops
+        needs="--patch-size 4",  # to have room for local crops
         four_views="--local-crops 2 --local-size 16 --patch-size 4"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A mistake is one line on stderr that names it, and exit status 2, before anything is trained or written."""
+"""Tests that a mistake gives one line on stderr that names it, and status 2, before anything is trained or written."""
 
 import subprocess
 import sys
@@ -17,13 +17,13 @@ import patchmix
 pytestmark = pytest.mark.usefixtures("_tiny")
 
 EVALUATIONS = ["eval_knn", "eval_linear"]
-MISTAKES = [  # scripts, flags, what the line has to name
+MISTAKES = [  # (scripts, flags, what the line must name)
     (METHODS, "--arch nothing", "nothing"),
-    (METHODS, "--arch resnet18.a1_in1k", "pass resnet18, and --init"),  # its weights would not be used
-    (METHODS, "--epoch 3", "--epoch"),  # not taken for --epochs
+    (METHODS, "--arch resnet18.a1_in1k", "pass resnet18, and --init"),  # the weights it names would not be used
+    (METHODS, "--epoch 3", "--epoch"),  # abbreviations are not accepted
     (WITH_MIN_LR, "--min-lr 99", "--min-lr"),
     (METHODS, "--patch-size 5", "--patch-size"),
-    (METHODS, "--arch coat_lite_tiny", "16 px"),  # takes images of 224 px only
+    (METHODS, "--arch coat_lite_tiny", "16 px"),  # accepts only images of 224 px
     (METHODS, "--dataset folder --data-dir missing --epochs 900 --image-size 224", "missing"),
     (METHODS, "--dataset cifar10 --data-dir notes.txt --epochs 900 --image-size 224", "notes.txt"),
     (METHODS, "--batch-size 128", "68 images"),
@@ -32,13 +32,13 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--resume notes.txt", "notes.txt"),
     (METHODS, "--show-views views.jpg", "views.jpg"),
     (METHODS, "--out busy", "thesis.txt"),
-    (["jcl"], "--out encoder", "backbone.pt"),  # without config.json: not of a run
-    (["jcl"], "--out kept", "neither empty"),  # of two epochs: its last.pt was deleted
+    (["jcl"], "--out encoder", "backbone.pt"),  # without config.json it is not a run's
+    (["jcl"], "--out kept", "neither empty"),  # a run of two epochs whose last.pt was deleted
     (["eval_linear"], "begun --protocol moco --batch-size 16 --out kept", "neither empty"),
-    (["eval_linear"], "begun --protocol moco --batch-size 16 --out=", "neither empty"),  # a variable that is not set
-    (["moco_jointcrop"], "--css-alpha 0.001", "--css-alpha"),  # Beta's draws would be 0.5
+    (["eval_linear"], "begun --protocol moco --batch-size 16 --out=", "neither empty"),  # from an unset shell variable
+    (["moco_jointcrop"], "--css-alpha 0.001", "--css-alpha"),  # Beta's draws would underflow
     (["clim"], "--alpha 0.001", "--alpha"),
-    (["jcl"], "--show-views=", "--show-views"),  # of a shell variable that is not set
+    (["jcl"], "--show-views=", "--show-views"),  # from an unset shell variable
     (METHODS, "--out notes.txt", "notes.txt"),
     (["moco_jointcrop"], "--moco v3", "ViT"),
     (["moco_jointcrop"], "--variant released --joint blur", "--variant released"),
@@ -50,16 +50,16 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["moco_jointcrop", "clim", "logo", "patchmix"], "--local-crops 2 --local-size 48", "--local-size"),
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),
-    (["patchmix"], "--mix-slices 8 --num-mix 3", "8 equal parts of 3 images"),  # a slice has all images of a mix
+    (["patchmix"], "--mix-slices 8 --num-mix 3", "8 equal parts of 3 images"),  # a slice must hold all images of a mix
     (["patchmix"], "--local-crops 2 --terms mtm", "--terms"),
     (EVALUATIONS, "missing", "missing"),
     (EVALUATIONS, "notes.txt", "notes.txt"),
     (EVALUATIONS, "begun --norm cifar10", "--norm"),
-    (EVALUATIONS, "begun/backbone.pt --arch vit_micro --dataset patterns", "leave it out"),  # heads, mean: the file's
+    (EVALUATIONS, "begun/backbone.pt --arch vit_micro --dataset patterns", "leave it out"),  # the file has its own arch
     (EVALUATIONS, "begun --encoder momentum --dataset cifar10 --data-dir images", "classes"),
     (["eval_linear"], "begun --label-files=", "--label-files"),
     (["eval_linear"], "begun --protocol moco", "68 images"),
-    (["eval_knn"], "begun --dump missing/features.npz", "--dump"),  # said before the features are computed
+    (["eval_knn"], "begun --dump missing/features.npz", "--dump"),  # rejected before the features are computed
     (["eval_knn"], "begun --temperature 0", "--temperature"),
     (["eval_knn"], "begun --dump features.npz --k 5", "--k has no effect with --dump"),
 ]
@@ -67,7 +67,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
 
 @pytest.fixture
 def place(begun, here):
-    """A working folder with good and bad things in it."""
+    """Return the working folder. It holds a run, a folder of images, and files and folders that are not valid."""
     for folder in ("busy", "encoder", "kept"):
         (here / folder).mkdir()
     for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp", "encoder/backbone.pt"):
@@ -88,7 +88,7 @@ def test_mistakes(place, capsys, script, flags, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["logo", *EVALUATIONS])  # test_readme.py reads the last line of each method
+@pytest.mark.parametrize("script", ["logo", *EVALUATIONS])  # test_readme.py checks each method's last line
 def test_a_script_as_a_program(script, tmp_path):
     flags = ["missing"] if script in EVALUATIONS else ["--dataset", "folder", "--data-dir", "missing"]
     done = subprocess.run([sys.executable, ROOT / f"{script}.py", *flags], capture_output=True, text=True, cwd=tmp_path)
@@ -97,7 +97,7 @@ def test_a_script_as_a_program(script, tmp_path):
 
 
 A, B, IMAGES = unit(4, 6), unit(8, 6), torch.zeros(4, 3, 8, 8)
-WRONG_ARGUMENTS = {  # of functions that other projects copy: those that torch would broadcast to a wrong number
+WRONG_ARGUMENTS = {  # for functions that other projects copy. Without a check, many would give a wrong number
     "moco: keys of other queries": lambda: moco_jointcrop.info_nce(A, B, B, 0.2),
     "moco: keys that are no vectors": lambda: moco_jointcrop.info_nce(A[None], A[None], B[None], 0.2),
     "moco v3: keys of another width": lambda: moco_jointcrop.contrast(A, B[:, :5], 0.2, 0),
@@ -127,4 +127,4 @@ WRONG_ARGUMENTS = {  # of functions that other projects copy: those that torch w
 def test_wrong_arguments_are_value_errors(call):
     with pytest.raises(ValueError) as error:
         call()
-    assert error.type is ValueError  # and not common.UsageError
+    assert error.type is ValueError  # not its subclass common.UsageError

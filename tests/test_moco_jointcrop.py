@@ -1,4 +1,4 @@
-"""moco_jointcrop.py against the papers: the joint sampler, views, queue, InfoNCE, ShuffleBN, MoCo v3's contrast."""
+"""Tests moco_jointcrop.py against the papers: the joint sampler, views, queue, ShuffleBN, MoCo v3's loss, recipes."""
 
 import itertools
 import math
@@ -17,14 +17,14 @@ import moco_jointcrop as moco
 
 
 def even_draws(low, high, beta, offset=0.0):
-    """Of 32,768 evenly spread uniform pairs: within 0.002 of a distribution function, as some 10^6 random ones are."""
+    """Return (2, 32768) samples from evenly spread uniform pairs, as exact (within 0.002) as 10^6 random samples."""
     i = np.arange(2**15)
     pairs = zip(((i + 0.5) / len(i)).tolist(), (i * (5**0.5 - 1) / 2 % 1).tolist(), strict=True)
     return np.transpose([moco.joint_from_uniform(u, v, low, high, beta, offset) for u, v in pairs])
 
 
 def algorithm1(n, low, high, beta, rng, offset=0.0):
-    """Algorithm 1 as it is written, for n pairs, the truncated normal by rejection."""
+    """Draw n pairs by Algorithm 1 as printed, with rejection sampling for the truncated normal: (s_1, s_2)."""
     s_b = math.log(high / low - offset)
     u = rng.uniform(-s_b, s_b, n) if beta == 0 else rng.normal(0, s_b / abs(beta), 10 * n)
     u = u[abs(u) <= s_b][:n]
@@ -41,7 +41,7 @@ def algorithm1(n, low, high, beta, rng, offset=0.0):
 def test_algorithm1_against_rejection_sampling(beta, low, high, offset):
     reference = algorithm1(200_000, low, high, beta, np.random.default_rng(1), offset)
     ours = even_draws(low, high, beta, offset)
-    assert ks(reference[0], ours[0]) < 1  # a distance of 0.006: three times that of a random reference
+    assert ks(reference[0], ours[0]) < 1  # a distance of 0.006 is three times that of a random reference
     assert ks(reference[1] / reference[0], ours[1] / ours[0]) < 1
 
 
@@ -61,7 +61,7 @@ def test_an_offset_beyond_the_range_leaves_equal_areas(beta):
 
 
 def test_randomcrop_ratio_density_eq8_eq10():
-    """Independent areas: the distribution function that Eq. 8 integrates to, for s in [0.2, 1]; App. H's values."""
+    """The ratio of independent areas in [0.2, 1] has the distribution function of Eq. 8, with App. H's values."""
 
     def cdf(x):
         low = 25 * x / 32 + 1 / (32 * x) - 5 / 16
@@ -74,7 +74,7 @@ def test_randomcrop_ratio_density_eq8_eq10():
 
 
 def mean_corner_distance(areas):
-    """The mean distance of the top-left corners of two crops of 224 x 224 px by ten tries. areas: (2, n)."""
+    """Return the mean corner distance of two crops of a 224 x 224 image, with ten tries per crop. areas: (2, n)."""
     rng = np.random.default_rng(0)
     aspect = np.exp(rng.uniform(-math.log(4 / 3), math.log(4 / 3), (10, *areas.shape)))
     sides = np.round(224 * np.sqrt([areas / aspect, areas * aspect]))  # height and width
@@ -87,18 +87,18 @@ def mean_corner_distance(areas):
 
 @pytest.mark.slow
 def test_figure7_corner_distances():
-    """Mean distances of the two crops' corners, read from the paper, for beta from 4 down to -4 in halves."""
+    """The mean distances of two crops' corners match Fig. 7, to 1 px (0.3 px with the released offset of 0.1)."""
     figure7 = [40.63, 42.33, 44.36, 47.14, 50.35, 53.73, 56.53, 58.41, 59.20]
     figure7 += [59.73, 61.71, 64.53, 67.78, 71.29, 74.24, 76.77, 78.82]
     for i, distance in enumerate(figure7):
         for offset, error in ((0.0, 1.0), (0.1, 0.3)):
-            areas = np.tile(even_draws(0.2, 1.0, 4 - i / 2, offset), 3)  # three corners for each pair of areas
+            areas = np.tile(even_draws(0.2, 1.0, 4 - i / 2, offset), 3)  # three positions for each pair of areas
             assert mean_corner_distance(areas) == pytest.approx(distance, abs=error)
 
 
 @pytest.fixture
 def crops_are_boxes(monkeypatch):
-    """torchvision's crop returns an image of two pixels, whose values are the box."""
+    """Make torchvision's crop return an image of two pixels, whose values are the box."""
 
     def resized_crop(image, top, left, height, width, *_, **__):
         return Image.fromarray(np.array([[[top, left, height], [width, 0, 0]]], np.uint8))
@@ -107,12 +107,12 @@ def crops_are_boxes(monkeypatch):
 
 
 def boxes_in(crops):
-    """Top, left, height, width, (n, 4), in crops (n, 3, 1, 2) that are boxes."""
+    """Return (top, left, height, width), (n, 4), of crops (n, 3, 1, 2) that are boxes."""
     return crops[:, :, 0].transpose(1, 2).flatten(1)[:, :4].double().numpy()
 
 
 def boxes_by(transform, image, n, **how):
-    """The boxes of both crops in n calls."""
+    """Return the boxes of both crops in n calls, (n, 4) each."""
     calls = [[v2.functional.pil_to_tensor(crop) for crop in transform(image, **how)] for _ in range(n)]
     return [boxes_in(torch.stack(crops)) for crops in zip(*calls, strict=True)]
 
@@ -129,7 +129,7 @@ def test_crops_that_are_not_joint_are_torchvisions(crops_are_boxes):
 
 @pytest.mark.parametrize("size", [(10, 200), (200, 10), (1, 100), (100, 1), (3, 50), (37, 5)])
 def test_if_no_aspect_ratio_fits_the_crop_is_torchvisions_or_the_whole_image(size):
-    """D2. Its pixels are torchvision's, and center-suppressed sampling does not move it."""
+    """Its pixels are torchvision's, and center-suppressed sampling does not move it (D2)."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
     center, bicubic = v2.RandomResizedCrop.get_params(image, [0.9, 1], [3 / 4, 4 / 3]), v2.InterpolationMode.BICUBIC
     for whole, box in (False, center), (True, (0, 0, *size)):
@@ -140,7 +140,7 @@ def test_if_no_aspect_ratio_fits_the_crop_is_torchvisions_or_the_whole_image(siz
 
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (1.0, 1.0), (1e-5, 1e-4)])
 def test_crops_are_inside(scale, crops_are_boxes):
-    """Of PIL images and of tensors, also where App. G moves them."""
+    """Crops of PIL images and of tensors stay inside, even if center-suppressed sampling moves them (App. G)."""
     transform = moco.JointCrop(8, scale, css_alpha=0.05)
     for size in [(1, 1), (1, 2), (2, 1), (1, 250), (250, 1), (2, 3), (7, 5), (32, 32), (31, 97), (250, 180)]:
         images = Image.new("RGB", size[::-1]), torch.zeros(3, *size)
@@ -150,9 +150,9 @@ def test_crops_are_inside(scale, crops_are_boxes):
 
 
 def drawn(flags, n=600):
-    """Of n images' views, as a training makes them: areas, as shares, and sigmas (views, n), boxes (views, n, 4)."""
+    """Return what a run draws for n images: areas as fractions and sigmas, (views, n) each, and boxes per view."""
     made, words = [], f"--dataset imagenet --arch resnet_micro --dim 8 --batch-size {n} --device cpu --workers 0"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):  # a model cannot take what is no views
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):  # the model gets None as views
         patch.setattr(common, "open_run", lambda *_: (dict(images=None), []))
         patch.setattr(moco, "augment", lambda x, _, view, sigma: made.append((view, boxes_in(x), sigma)))
         moco.main(moco.parse_args(f"{words} {flags}".split()), train=[(Image.new("RGB", (224, 224)), 0)] * n)
@@ -162,12 +162,12 @@ def drawn(flags, n=600):
 
 
 def shares_of_extremes(areas):
-    """Of each pair of views: in how many images one has more than twice the area of the other."""
+    """Return, for each pair of views, the fraction of images where one has over twice the area of the other."""
     return (abs(np.log(areas[::2] / areas[1::2])) > math.log(2)).mean(1)
 
 
 def test_views_of_each_joint_mode(crops_are_boxes):
-    """Areas are joint in two modes, blurs in two, by Algorithm 1. `either` is one of the two per image."""
+    """`crop` and `both` draw areas by Algorithm 1, `blur` and `both` sigmas. `either` draws one of them per image."""
     modes = dict(none="", crop="--beta -4", blur="--beta -4", both="--beta -4", either="--beta -4 --joint-prob 0.3")
     found = {mode: drawn(f"--crop-scale 0.14 0.7 --joint {mode} {flags}") for mode, flags in modes.items()}
     extremes = {mode: shares_of_extremes(areas)[0] for mode, (areas, *_) in found.items()}
@@ -177,8 +177,8 @@ def test_views_of_each_joint_mode(crops_are_boxes):
     assert alike["none"].mean() == pytest.approx(0.5, abs=0.08) == alike["crop"].mean()
     assert extremes["either"] == pytest.approx(0.3 * extremes["crop"] + 0.7 * extremes["none"], abs=0.08)
     assert alike["either"].mean() == pytest.approx(0.3 * 0.5 + 0.7, abs=0.06)
-    assert shares_of_extremes(found["either"][0][:, ~alike["either"]])[0] > 0.9  # no JointBlur, so JointCrop
-    crops = [found[mode][0] for mode in ("crop", "both")]  # each image has areas of its own, which all fit into it
+    assert shares_of_extremes(found["either"][0][:, ~alike["either"]])[0] > 0.9  # without JointBlur it is JointCrop
+    crops = [found[mode][0] for mode in ("crop", "both")]  # drawn for each image, and small enough to fit
     blurs = [sigmas[:, sigmas[0] > 0] for _, sigmas, _ in (found["blur"], found["both"])]
     for pairs, low, high in ((crops, 0.14, 0.7), (blurs, 0.1, 2.0)):
         theirs = algorithm1(5000, low, high, -4.0, np.random.default_rng(0))
@@ -190,7 +190,7 @@ def test_views_of_each_joint_mode(crops_are_boxes):
     ("--moco v3 --local-crops 3", [1, 0.1, 1, 1, 1]), ("--blur-p 0.2 0.7", [0.2, 0.7]),
 ])  # fmt: skip
 def test_each_view_has_its_own_probability_of_a_blur(flags, expected, crops_are_boxes):
-    """That of local crops, whose number may be odd, is the query's. Sigmas are uniform, but for JointBlur's."""
+    """Local crops, whose number may be odd, have the query's probability. Sigmas are uniform without JointBlur."""
     for joint in ("none", "blur"):
         _, sigma, _ = drawn(f"--joint {joint} {flags}", 320)
         assert (sigma > 0).mean(1) == pytest.approx(expected, abs=0.08)
@@ -199,10 +199,10 @@ def test_each_view_has_its_own_probability_of_a_blur(flags, expected, crops_are_
 
 @pytest.mark.parametrize("pair, joint", [("global", [1, 0, 0]), ("local", [0, 1, 1]), ("both", [1, 1, 1])])
 def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint, crops_are_boxes):
-    """App. D: the two large crops, local crops 1 and 2, 3 and 4. JointBlur is of the large views, whatever the pair."""
+    """The pairs are the two large crops and local crops 1-2 and 3-4 (App. D). JointBlur only acts on the large ones."""
     areas, sigmas, _ = drawn(f"--local-crops 4 --joint both --beta -4 --joint-pair {pair}", 320)
     assert [share > 0.85 for share in shares_of_extremes(areas)] == [bool(one) for one in joint]
-    assert abs(np.log(areas[2] / areas[4])).mean() > 0.3  # each pair by draws of its own
+    assert abs(np.log(areas[2] / areas[4])).mean() > 0.3  # each local pair has draws of its own
     assert ((sigmas[0] > 0) == (sigmas[1] > 0)).all()
     assert ((sigmas[2] > 0) == (sigmas[3] > 0)).mean() == pytest.approx(0.5, abs=0.09)
 
@@ -212,14 +212,14 @@ def test_center_suppressed_positions(crops_are_boxes):
         box = drawn(f"--joint {joint} --css-alpha 0.1", 200)[2][0]
         room = 224 - box[:, 2:]
         share = (box[:, :2] / np.maximum(room, 1))[room > 20]
-        assert ((share < 0.1) | (share > 0.9)).mean() > 0.7  # the edges
+        assert ((share < 0.1) | (share > 0.9)).mean() > 0.7  # near the edges
     positions = np.array([moco.center_suppressed(10**6, 0.5) for _ in range(2000)])
     assert ks(2 / math.pi * np.arcsin(np.sqrt(positions / 10**6))) < 2  # the distribution function of Beta(0.5, 0.5)
     assert {0, 3} <= {moco.center_suppressed(3, 0.01) for _ in range(200)} <= {0, 1, 2, 3}
 
 
 def test_queue_is_first_in_first_out():
-    """It wraps, and holds the last ones of more keys than it has rows."""
+    """The queue wraps around. If it gets more keys than it has rows, it keeps the last ones."""
     queue = moco.Queue(5, 3)
     held = queue.keys.clone()
     for step, n in enumerate((2, 7, 1, 12)):
@@ -231,7 +231,7 @@ def test_queue_is_first_in_first_out():
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_shuffle_bn(groups, double):
-    """Each key has the statistics of the rows that the shuffle puts into its group, of all views."""
+    """Each key is normalized by the statistics of its group, into which the shuffle puts rows of all views."""
     linear, views = nn.Linear(12, 5), list(torch.randn(2, 8, 3, 2, 2))
     model, z = nn.Sequential(nn.Flatten(), linear, nn.BatchNorm1d(5)), linear(torch.cat(views).flatten(1)).detach()
     torch.manual_seed(2)
@@ -266,10 +266,10 @@ def test_recipes_of_moco():
     assert values(moco, "--dataset imagenet --moco v3", names) == [4096, [0.99, 1], 1, 4096, [1, 0.1]]
     models = [state_of(moco, f"--batch-size 8 --moco {v}")["model"] for v in ("v1", "v2")]
     assert [len(model.projector) for model in models] == [1, 3]  # Linear; Linear, ReLU, Linear
-    # The demo of its authors: facebookresearch/moco, branch colab-notebook; 0.06 for 512 images, with a cosine
+    # The authors' demo (facebookresearch/moco, branch colab-notebook): a cosine, with a peak of 0.06 for 512 images
     demo = dict(arch="resnet18", epochs=200, batch_size=512, weight_decay=5e-4, temperature=0.1, queue=4096, dim=128)
     demo |= dict(bn_groups=8, momentum=[0.99, 0.99], crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0])
     demo |= dict(lr=0.03, warmup=0.0, milestones=[])
     assert values(moco, "--dataset cifar10 --moco v1 --joint none", " ".join(demo)) == [*demo.values()]
-    own = dict(demo, temperature=0.2, warmup=1.0, crop_scale=[0.2, 1.0])  # MoCo v2's, and the areas of App. H
+    own = dict(demo, temperature=0.2, warmup=1.0, crop_scale=[0.2, 1.0])  # MoCo v2's temperature, App. H's areas
     assert values(moco, "--dataset cifar10", " ".join(own)) == [*own.values()]

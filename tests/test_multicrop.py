@@ -1,4 +1,4 @@
-"""Local crops of all methods, and the loss at uniform logits of all forms."""
+"""Tests the local crops of all methods, their terms in MoCo's loss, and each method's loss at uniform logits."""
 
 import re
 
@@ -24,9 +24,9 @@ JOINTCROP = "--local-crops 4 --joint-pair both"
     pytest.param("clim", "--local-crops 2", 2, (0.2, 1.0), (0.05, 0.14), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_crops_on_imagenet(module, flags, small_crops, large_areas, small_areas, monkeypatch):
-    """Two large crops and some small ones: sizes and areas, as --show-views gets them, without colors."""
+    """Large and small crops have the expected sizes and areas, as passed to --show-views without augmentation."""
     row, column = np.indices((256, 256), np.uint8)
-    image = Image.fromarray(np.stack([column, row, row], 2))  # slopes of 1, which tell a crop's size
+    image = Image.fromarray(np.stack([column, row, row], 2))  # slopes of 1 reveal a crop's size
     views, names = [], []
     monkeypatch.setattr(module, "augment", lambda x, *_: x)
     monkeypatch.setattr(common, "save_views", lambda _, x, what, norm: (views.extend(x), names.extend(what)))
@@ -36,7 +36,7 @@ def test_crops_on_imagenet(module, flags, small_crops, large_areas, small_areas,
     assert [view.shape[-1] for view in views] == [224] * 2 + [96] * small_crops
     for crops, (low, high) in ((views[:2], large_areas), (views[2:], small_areas)):
         x = torch.cat(crops).double()
-        quarter = x.shape[-1] // 4  # the middle half, because borders are interpolated in another way
+        quarter = x.shape[-1] // 4  # the middle half, because interpolation differs at the borders
         width = (x[:, 0, 0, 3 * quarter] - x[:, 0, 0, quarter]) * 2
         height = (x[:, 1, 3 * quarter, 0] - x[:, 1, quarter, 0]) * 2
         areas, margin = width * height / 256**2, 0.06 * (high - low)
@@ -53,7 +53,7 @@ def test_crops_on_imagenet(module, flags, small_crops, large_areas, small_areas,
     ("patchmix", "--variant released --local-crops 2 --patch-size 4"),
 ])  # fmt: skip
 def test_loss_at_uniform_logits(method, flags, _tiny, tmp_path):
-    """As the run's table says. A temperature of 10^6 makes them equal. MoCo v3's loss has it as a factor."""
+    """A temperature of 10^6 makes the logits equal, so the loss is loss_at_uniform_logits, which the run prints."""
     said = run(method, tmp_path, *f"{flags} --temperature 1e6 --epochs 1 --knn-every 0".split())
     (record,) = records(tmp_path)
     assert float(re.search(r"loss_at_uniform_logits (\S+)", said)[1]) == pytest.approx(record["loss"], rel=1e-3)
@@ -61,7 +61,7 @@ def test_loss_at_uniform_logits(method, flags, _tiny, tmp_path):
 
 @pytest.mark.parametrize("kind, own", [("MoCo", dict(queue=32)), ("MoCoV3", dict(hidden=24))])
 def test_loss_and_its_gradient(kind, own, double):
-    """JointCrop's App. D on MoCo v2: the mean of all terms. On v3: twice the mean."""
+    """With local crops (App. D), MoCo v2's loss is the mean of all terms, and MoCo v3's is twice the mean."""
     model = getattr(moco_jointcrop, kind)(nn.Identity(), 8, dim=24, temperature=0.3, **own)
     model.query = lambda x: nn.functional.normalize(x[:, :, 0, :8].flatten(1), dim=1)  # pixels of an image of any size
     model.key = lambda x: nn.functional.normalize(x[:, :, 1, :8].flatten(1), dim=1)

@@ -1,4 +1,4 @@
-"""Whole runs within seconds: 68 + 32 images of 16 px, narrow heads; image files; runs that are ended and compared."""
+"""Helpers that train, interrupt and compare runs within seconds (68 + 32 images of 16 px), and write image files."""
 
 import contextlib
 import functools
@@ -26,16 +26,16 @@ import common
 FLAGS = "--arch vit_micro --image-size 16 --batch-size 16 --epochs 2 --knn-every 1 --device cpu".split()
 STEPS = 4  # per epoch: 68 images in batches of 16
 TIMING = ("images_per_s",)
-CHILDREN = torch.multiprocessing.get_context("forkserver")  # clean processes, without importing torch again
+CHILDREN = torch.multiprocessing.get_context("forkserver")  # starts clean processes that need not import torch
 CHILDREN.set_forkserver_preload(["torch", "torchvision", "timm"])
 
 
 def shrink(patch):
-    """Make the recipes of the dataset patterns tiny. patch: a MonkeyPatch."""
+    """Shrink the patterns dataset, its recipes and vit_micro, and add resnet_nano. patch: a MonkeyPatch."""
     make = common.Patterns
     patch.setattr(common, "Patterns", lambda count, size, seed: make(68 if count > 1024 else 32, size, seed))
     patch.setitem(common.ARCHS, "resnet_nano", ("resnet18", NANO))
-    name, options = common.ARCHS["vit_micro"]  # two blocks, of which the second has drop path
+    name, options = common.ARCHS["vit_micro"]  # two blocks, the second of which has drop path
     patch.setitem(common.ARCHS, "vit_micro", (name, options | dict(depth=2)))
     small = dict(hidden=32, dim=16, patch_size=8, queue=32, mix_slices=2, drop_path=0.2, clim_start=0, num_clusters=4)
     for module in MODULES.values():
@@ -44,7 +44,7 @@ def shrink(patch):
 
 
 def synchronize(model):
-    """Let every batch norm of a model see the rows of all CPU processes, as torch's SyncBatchNorm does on GPUs."""
+    """Make each batch norm use the rows of all CPU processes, as SyncBatchNorm does on GPUs. Return the model."""
     for norm in model.modules():
         if isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d)):
             norm.register_forward_pre_hook(lambda _, inputs: MODULES["logo"].GatherWithGradient.apply(*inputs))
@@ -60,7 +60,7 @@ def _tiny():
 
 
 def run(method, out, *flags, **own):
-    """Run a method in this process. Return what it prints. own: the user's train, test."""
+    """Train with a method in this process and return what it prints. own: the user's datasets `train` and `test`."""
     args = MODULES[method].parse_args([*FLAGS, "--out", str(out), *map(str, flags)])
     with contextlib.redirect_stdout(io.StringIO()) as said:
         MODULES[method].main(args, **own)
@@ -68,13 +68,13 @@ def run(method, out, *flags, **own):
 
 
 def evaluate(script, *flags, **own):
-    """Run eval_knn or eval_linear, a module, in this process. Return the scores. own: the user's train, test."""
+    """Run the module eval_knn or eval_linear in this process and return the scores. own: as in `run`."""
     return script.main(script.parse_args([*map(str, flags), "--device", "cpu"]), **own)
 
 
 @pytest.fixture(scope="module")
 def begun(_tiny, tmp_path_factory):
-    """A function: method -> the folder of its run that was stopped in the second epoch, made once."""
+    """Return a function: method -> the folder of a run that was stopped in its second epoch. Each is trained once."""
 
     @functools.cache
     def folder(method):
@@ -86,13 +86,13 @@ def begun(_tiny, tmp_path_factory):
 
 
 def refused(capsys, call, *args, **options):
-    """Make a call that raises a UsageError, or exits with status 2. Return the message, which is one line."""
+    """Make a call that must raise a UsageError or exit with status 2. Return its message of one line."""
     capsys.readouterr()
     with pytest.raises((common.UsageError, SystemExit)) as stop:
         call(*args, **options)
     *usage, line = (capsys.readouterr().err or str(stop.value)).splitlines()
     assert getattr(stop.value, "code", 2) == 2 and all(text.startswith(("usage: ", " ")) for text in usage), usage
-    del stop  # or its traceback would keep a loader's workers
+    del stop  # its traceback would keep a loader's workers alive
     return line
 
 
@@ -100,13 +100,13 @@ def refused(capsys, call, *args, **options):
 
 
 def gradient(height=12, width=10):
-    """A smooth RGB image without symmetries."""
+    """Return a smooth RGB image without symmetries."""
     y, x = np.mgrid[:height, :width]
     return np.stack([250 * y / height, 250 * x / width, 255 - 120 * y / height - 100 * x / width], 2).astype(np.uint8)
 
 
 def write_tree(root, folders, count=3, size=(12, 10)):
-    """A small random PNG tree: {folder: count} or a list of folders with `count` images each."""
+    """Write random PNG images and return root. folders: {folder: count}, or a list with `count` images each."""
     rng = np.random.default_rng(0)
     for folder, n in (folders if isinstance(folders, dict) else dict.fromkeys(folders, count)).items():
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -116,10 +116,10 @@ def write_tree(root, folders, count=3, size=(12, 10)):
 
 
 def save_encoder(folder, info):
-    """Save an encoder that is no other's, as a run does. Return it."""
+    """Save an encoder with weights of its own as backbone.pt, as a run does. Return it."""
     torch.manual_seed(5)  # not the seed of the untrained baseline
     encoder = common.build_backbone(info)
-    encoder(torch.randn(8, 3, info["image_size"], info["image_size"]))  # so batch norm has statistics
+    encoder(torch.randn(8, 3, info["image_size"], info["image_size"]))  # gives batch norm its running statistics
     folder.mkdir(parents=True)
     torch.save(info | {"state_dict": encoder.state_dict()}, folder / "backbone.pt")
     return encoder.eval()
@@ -137,7 +137,7 @@ def records(out):
 
 
 def epochs_of(out):
-    """Return how many epochs a run's last.pt has; None if there is none."""
+    """Return the number of epochs in a run's last.pt, or None if there is no such file."""
     return len(load(out / "last.pt")["records"]) if (out / "last.pt").exists() else None
 
 
@@ -146,7 +146,7 @@ def contents(folder):
 
 
 def flat(state, name=""):
-    """Return {path: tensor or plain value} of a nested state."""
+    """Flatten a nested state into {path: tensor or plain value}."""
     if isinstance(state, dict | list | tuple):
         pairs = state.items() if isinstance(state, dict) else enumerate(state)
         return {k: v for key, value in pairs for k, v in flat(value, f"{name}/{key}").items()}
@@ -154,14 +154,14 @@ def flat(state, name=""):
 
 
 def unequal(one, two):
-    """Return the paths at which two nested states differ, bit for bit. Times do not count."""
+    """Return the paths at which two nested states are not bitwise equal, ignoring timings."""
     a, b = ({k: v for k, v in flat(state).items() if not k.endswith(TIMING)} for state in (one, two))
     same = {k for k in a.keys() & b.keys() if (torch.equal(a[k], b[k]) if torch.is_tensor(a[k]) else a[k] == b[k])}
     return sorted((a.keys() | b.keys()) - same)
 
 
 def assert_same_run(one, two, without_knn=()):
-    """Assert that two runs are the same bit for bit, but for the kNN of epochs `without_knn`, lost by the second."""
+    """Assert that two runs are bitwise equal. The second may lack the kNN scores of the epochs `without_knn`."""
     files = {path.name for path in one.glob("*.pt")}
     assert files == {path.name for path in two.glob("*.pt")}
     for file in files:
@@ -173,15 +173,15 @@ def assert_same_run(one, two, without_knn=()):
     assert all(records(out) == load(out / "last.pt")["records"] for out in (one, two))
 
 
-# ---------------------------------------------------------------- being ended
+# -------------------------------------------------------------- interruptions
 
 
 def strike(patch, moment, end=Mock(side_effect=KeyboardInterrupt)):
-    """Call `end` at a moment from now on: "step 5", at the end of the fifth step; "" is never.
+    """Call `end` at a moment counted from now: "step 5" is the end of the fifth step, and "" is never.
 
-    A save has eight moments: in the middle of backbone.pt, before it is flushed, before it is put in place; the two
-    latter of metrics.jsonl; and the three of last.pt. Before the first save, each start has the two latter of
-    config.json.
+    A save has eight moments: for backbone.pt, in the middle of writing, before the flush and before the rename; for
+    metrics.jsonl, the last two of these; and for last.pt, all three. Each start of a run also has the last two for
+    config.json, which come before its first save.
     """
     if not moment:
         return
@@ -206,7 +206,7 @@ def strike(patch, moment, end=Mock(side_effect=KeyboardInterrupt)):
 
 
 def life(script, argv, moment=""):
-    """Run a script in this process; Ctrl-C ends it at a moment (see `strike`). Return (exit status, what it prints)."""
+    """Run a script in this process, with Ctrl-C at a moment (see `strike`). Return (exit status, what it prints)."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         strike(patch, moment)
         try:
@@ -216,11 +216,11 @@ def life(script, argv, moment=""):
     return 0, said.getvalue()
 
 
-# ------------------------------------------------------- processes of their own
+# ---------------------------------------------------------- separate processes
 
 
 def begin(function, log, environment, args):
-    """Begin a process: its output goes to files LOG.out and LOG.err."""
+    """Call a function in a new process, whose output goes to the files LOG.out and LOG.err."""
     for stream, suffix in ((sys.stdout, ".out"), (sys.stderr, ".err")):
         stream.flush()
         os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
@@ -231,16 +231,16 @@ def begin(function, log, environment, args):
 
 
 def play(script, argv, moment=""):
-    """Run a script as `python SCRIPT ...` does; SIGKILL ends this process at a moment."""
+    """Run a script as `python SCRIPT ...` does. SIGKILL ends this process at a moment (see `strike`)."""
     strike(pytest.MonkeyPatch(), moment, lambda: os.kill(os.getpid(), signal.SIGKILL))
     module = importlib.import_module(script)
     common.start(module.main, lambda: module.parse_args([*map(str, argv)]))
 
 
 def processes(log, function, each, seconds=240):
-    """Run a function in one process per tuple of arguments; several make a group. Return [(status, stdout, stderr)].
+    """Run a function in one process per tuple of arguments. Several form a group. Return [(status, stdout, stderr)].
 
-    30 seconds after one has failed, or after `seconds`, what still runs is killed, and its status is None.
+    Processes that still run after `seconds`, or 30 seconds after one has failed, are killed. Their status is None.
     """
     group, started = dict(WORLD_SIZE=str(len(each)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port())), []
     for rank, args in enumerate(each):
@@ -261,13 +261,13 @@ def processes(log, function, each, seconds=240):
 
 
 def succeed(log, function, each, **how):
-    """Run a function in `processes`, none of which may fail. Return what each writes to stdout."""
+    """Run a function in `processes`, all of which must succeed. Return the stdout of each."""
     ends = processes(log, function, each, **how)
     assert all(status == 0 for status, *_ in ends), ends
     return [out for _, out, _ in ends]
 
 
-if __name__ == "__main__":  # for torchrun: SCRIPT "the second process's moment, before a restart" FLAGS
+if __name__ == "__main__":  # for torchrun: SCRIPT MOMENT FLAGS. The moment is the second process's, before a restart
     torch.set_num_threads(1)
     shrink(pytest.MonkeyPatch())
     struck = os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
