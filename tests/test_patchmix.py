@@ -1,4 +1,4 @@
-"""patchmix.py against slow references written from the paper, its limit cases and its tables."""
+"""Tests patchmix.py against slow references written from the paper, limit cases and the paper's tables."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ TINY = "--arch vit_micro --image-size 16 --patch-size 4 --batch-size 12 --epochs
 
 
 def make_model(flags):
-    """The small model of a run, whose momentum encoder differs from its encoder."""
+    """Return a run's small model, with a momentum encoder that differs from its encoder."""
     model = state_of(patchmix, f"{TINY} {flags}")["model"]
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.data.add_(0.1 * torch.randn(p.shape))
@@ -19,13 +19,13 @@ def make_model(flags):
 
 
 def mix_by_loops(images, num_mix, p, k):
-    """Eq. 1-7, patch by patch: shuffled patch j of mixed image i is patch k(j) of image u(i, m), m = floor(j / S)."""
+    """Mix by Eq. 1-7: shuffled patch j of mixed image i is patch k(j) of image u(i, m), where m = floor(j / S)."""
     n, _, height, width = images.shape
     tokens, columns = (height // p) * (width // p), width // p
     size, mixed = tokens // num_mix, torch.zeros_like(images)
     for i in range(n):
         for j in range(tokens):
-            m = j // size if j < size * num_mix else 0  # what is left over stays
+            m = j // size if j < size * num_mix else 0  # leftover patches stay
             row, column = divmod(int(k[j]), columns)
             place = (..., slice(row * p, row * p + p), slice(column * p, column * p + p))
             mixed[i][place] = images[(i + m) % n][place]
@@ -33,9 +33,9 @@ def mix_by_loops(images, num_mix, p, k):
 
 
 @pytest.mark.parametrize("n, num_mix, size, patch", [
-    (4, 3, (8, 8), 2),  # 16 patches: one is left over; N is no multiple of M
+    (4, 3, (8, 8), 2),  # one of 16 patches is left over; N is not a multiple of M
     (7, 3, (8, 12), 4),  # not square
-    (2, 4, (6, 6), 2),  # N < M: an image meets itself again
+    (2, 4, (6, 6), 2),  # N < M: an image is mixed with itself
     (4, 9, (6, 6), 2),  # M = T
     (3, 1, (8, 8), 2),
 ])  # fmt: skip
@@ -49,7 +49,7 @@ def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
 
 
 def in_batch(n, slices, num_mix, first=0):
-    """Targets within each slice, as rows of all keys, by loops: {term: (index, weight)}. first: of this process."""
+    """Return the targets in each slice by loops, {term: (index, weight)}. first: row of this process's first key."""
     size, rows = n // slices, range(n)
     mto = [[first + i // size * size + (i + m) % size for m in range(num_mix)] for i in rows]
     mtm = [[first + i // size * size + (i - num_mix + 1 + j) % size for j in range(2 * num_mix - 1)] for i in rows]
@@ -62,13 +62,13 @@ def in_batch(n, slices, num_mix, first=0):
     (12, 2, 3, 0), (12, 2, 3, 24), (4, 2, 2, 4), (5, 1, 1, 5), (7, 1, 2, 2), (4, 1, 3, 1),
 ])  # fmt: skip
 def test_targets_are_eq_10_to_12(n, slices, num_mix, first):
-    """Each slice is a ring of its own (D7). The keys are those of all processes."""
+    """Targets wrap around within each slice (D7), and are rows of the keys of all processes."""
     ours, theirs = patchmix.batch_targets(n, num_mix, slices, first), in_batch(n, slices, num_mix, first)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
-    """Eq. 13-15 as printed, without the weights' normalization. smoothing: the share of them that all keys get."""
+    """Return Eq. 13-15 as printed, with weights as given. smoothing: the fraction of them spread over all keys."""
     total = 0
     for i in range(len(q)):
         scores = (torch.cosine_similarity(q[i], k, dim=1) / temperature).exp()
@@ -81,7 +81,7 @@ def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
 @pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
 @pytest.mark.parametrize("n, num_mix, keys, settings", [(7, 2, 4, [0.5]), (4, 3, 2, [0.2, 0.1]), (3, 1, 0, [0.07])])
 def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, settings):
-    """keys: of other processes. settings: temperature, smoothing. Of 4 images, mtm meets one twice: its weights add."""
+    """A repeated positive counts twice (mtm, 4 images). keys: of other processes. settings: temperature, smoothing."""
     g = generator()
     q, k = (torch.randn(rows, 5, dtype=torch.float64, generator=g, requires_grad=True) for rows in (n, n + keys))
     index, weight = in_batch(n, 1, num_mix, keys // 2)[term]
@@ -90,12 +90,12 @@ def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, settings):
 
 
 def mixed_by_loops(images):
-    """Eq. 1-7 within each of two slices, by its own shuffle of patches of 4 px."""
+    """Mix by Eq. 1-7 within each of two slices, each with its own shuffle of patches of 4 px."""
     return torch.cat([mix_by_loops(x, 3, 4, torch.randperm(x[0, 0].numel() // 16)) for x in images.chunk(2)])
 
 
 def terms_by_loops(model, views, terms):
-    """Eq. 13-15 from the model's own modules, {term: value}, and local crops as queries of both views' keys (D6)."""
+    """Return the terms of Eq. 13-15, {name: value}. Local crops are compared with the keys of both views (D6)."""
     (x1, x2, *crops), targets = views, in_batch(12, 2, 3)
     mixed = [mixed_by_loops(x) for x in (x1, x2)[: 1 + ("mtm" in terms)]]
     pairs = {"oto": (x2, x1), "mto": (mixed[0], x2), "mtm": mixed}
@@ -110,7 +110,7 @@ def terms_by_loops(model, views, terms):
 
 @pytest.mark.parametrize("terms, local_crops", [("oto,mto", 0), ("mtm", 0), ("oto,mto,mtm", 2), ("oto,mtm", 2)])
 def test_total_is_eq_16(double, terms, local_crops):
-    """With the weights of the terms, here 1, 2 and 0.5; local ones have 1. Both sides draw the same shuffles."""
+    """The terms have the weights 1, 2 and 0.5, and local ones 1. Both sides draw the same shuffles."""
     flags = f"--num-mix 3 --mix-slices 2 --temperature 0.3 --terms {terms} --term-weights 1 2 0.5"
     model, views = make_model(flags), random_views(2, 12) + random_views(local_crops, 12, size=8)
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def test_total_is_eq_16(double, terms, local_crops):
 
 @pytest.mark.parametrize("flags, of_keys", [("", False), ("--key-encoder query", True)])
 def test_drop_path_is_of_queries_and_of_keys_that_the_encoder_itself_makes(double, flags, of_keys):
-    """The released ViT-T has no momentum encoder (D4). Keys have no gradient."""
+    """Drop path acts on keys with --key-encoder query, as for the released ViT-T (D4). Keys have no gradient."""
     model, (x,) = make_model(f"--drop-path 0.5 {flags}"), random_views(1, 12)
     assert not torch.equal(model.query(x), model.query(x))
     assert torch.equal(model.key(x), model.key(x)) != of_keys and not model.key(x).requires_grad
@@ -135,7 +135,7 @@ def test_drop_path_is_of_queries_and_of_keys_that_the_encoder_itself_makes(doubl
     ("imagenet", "vit_base"),
 ])  # fmt: skip
 def test_recipes(dataset, arch):
-    """Section 4.1.2, and where the released code differs; also by timm's name."""
+    """The recipes are those of section 4.1.2 and of the released code, whether --arch is our name or timm's."""
     paper = dict(epochs=800, warmup=100, batch_size=512, image_size=32, patch_size=2, crop_scale=[0.1, 1])
     if dataset == "imagenet":
         paper = dict(epochs=300, warmup=10, batch_size=1024, image_size=224, patch_size=16, crop_scale=[0.05, 1])
@@ -153,7 +153,7 @@ def test_recipes(dataset, arch):
 
 
 def test_what_follows_from_other_flags():
-    """D1: mtm's weights sum to 1/2, whatever M, unless they are given. D6: with local crops, large ones are larger."""
+    """mtm's released weights sum to 1/2 for any M, if not given (D1). With local crops, large crops are larger (D6)."""
     released = "--dataset imagenet --variant released"
     assert values(patchmix, f"{released} --num-mix 4", "term_weights") == [[1, 0.5, 0.125]]
     assert values(patchmix, f"{released} --num-mix 4 --term-weights 1 2 3", "term_weights") == [[1, 2, 3]]
@@ -161,18 +161,18 @@ def test_what_follows_from_other_flags():
     assert chosen == dict(oto=1, mtm=3)
     for count, smallest in ((0, 0.05), (2, 0.35)):
         assert values(patchmix, f"{released} --local-crops {count}", "crop_scale") == [[smallest, 1]]
-    for flags in ("--num-mix 1", "--terms oto"):  # without mixing, CIFAR-10's four slices are one
+    for flags in ("--num-mix 1", "--terms oto"):  # without mixing there is one slice, not CIFAR-10's four
         assert state_of(patchmix, f"--dataset cifar10 {TINY} {flags} --batch-size 18")["model"].slices == 1
 
 
 def test_crops_are_bicubic():
-    """As released."""
+    """All crops are resized bicubically, as in the released code."""
     _, crops = first_call("common.Views", patchmix, f"{TINY} --local-crops 2 --local-size 8")
     assert [crop.interpolation.value for crop in crops] == ["bicubic"] * 4
 
 
 def test_encoders_are_table_8():
-    """Table 9, of the heads, is tested by test_trajectories.py."""
+    """The ViTs have Table 8's depths, attention heads and widths. test_trajectories.py covers Table 9."""
     with torch.device("meta"):  # shapes only
         vits = [common.build_backbone(common.backbone_info(f"vit_{size}", 32, 4)) for size in ("tiny", "small", "base")]
     found = [(len(vit.blocks), vit.blocks[0].attn.num_heads, vit.embed_dim) for vit in vits]

@@ -1,4 +1,4 @@
-"""Several processes compute what one computes from the same views and shuffles. Batch norm in groups."""
+"""Tests that several processes compute what one does from the same views and shuffles, and batch norm in groups."""
 
 import functools
 import os
@@ -24,12 +24,12 @@ CASES = QUICK + [f"{method} {flags}" for method, record in RECORDS.items() for f
 
 
 def random_view(g, x, *_):
-    """What `augment` makes here: a random view of the global batch, of which each process gets its own rows."""
+    """Return this process's rows of a random view of the global batch. It takes the place of `augment`."""
     return common.local_rows(torch.randn(len(x) * common.rank_and_world()[1], *x.shape[1:], generator=g))
 
 
 def seeded(function, per_process=False):
-    """Let a function draw the same random numbers in every call, and in every process unless `per_process`."""
+    """Make a function draw the same random numbers in each call, and in each process unless `per_process`."""
 
     def call(*args, **options):
         with torch.random.fork_rng(devices=[]):
@@ -40,7 +40,7 @@ def seeded(function, per_process=False):
 
 
 def train_each(folder, cases):
-    """Train all cases, as one of several processes. In float64, so that a difference is an error and not rounding."""
+    """Train all cases as one of several processes, in float64, so that a difference is an error and not rounding."""
     common.ARCHS["nano"] = ("resnet18", dict(NANO, zero_init_last=False))
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
@@ -52,7 +52,7 @@ def train_each(folder, cases):
         assert all(torch.equal(table, other) for other in common.all_gather_object(table))
         return table
 
-    def patch_mix(images, num_mix, patch_size):  # a slice has the same shuffle, whichever process has it
+    def patch_mix(images, num_mix, patch_size):  # a slice gets the same shuffle on any process
         g = generator(zlib.crc32(images.numpy().tobytes()))
         return mix(images, num_mix, patch_size, torch.randperm((images.shape[-1] // patch_size) ** 2, generator=g))
 
@@ -62,7 +62,7 @@ def train_each(folder, cases):
         method, *flags = case.split()
         module = MODULES[method]
         module.augment = functools.partial(random_view, generator())
-        # without ShuffleBN's groups, batch norm is over all processes: on CPUs each would have its own
+        # Without --bn-groups, batch norm uses the rows of all processes, for which torch needs GPUs
         module.DistributedDataParallel = DDP if "--bn-groups" in flags else lambda model: DDP(tiny.synchronize(model))
         arch = ["--drop-path", "0"] if RECORDS[method].small == "vit_micro" else ["--arch", "nano"]
         args = module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"])
@@ -70,7 +70,7 @@ def train_each(folder, cases):
 
 
 def outcome(out):
-    """Return all tensors that a run has saved, {name: tensor}, and the means of its only epoch, {name: number}."""
+    """Return a run's saved tensors, {name: tensor}, and the averages of its only epoch, {name: number}."""
     saved = tiny.load(out / "last.pt")
     (epoch,) = saved["records"]
     record = {name: value for name, value in epoch.items() if name not in tiny.TIMING}
@@ -79,7 +79,7 @@ def outcome(out):
 
 @pytest.fixture(scope="module")
 def runs_of(request, tmp_path_factory):
-    """A function: number of processes -> the folder of their runs of all cases, made once."""
+    """Return a function: number of processes -> the folder of their runs of all cases. Each is trained once."""
 
     @functools.cache
     def folder(world):
@@ -93,7 +93,7 @@ def runs_of(request, tmp_path_factory):
 @pytest.mark.parametrize("world", slow_but([2], [2, 8]))
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_processes_compute_what_one_computes(runs_of, world, case):
-    """The loss, gradients (in the optimizer's state), weights, statistics, queue and positives."""
+    """The loss, gradients (in the optimizer's state), weights, running statistics, queue and positives are the same."""
     (one, means), (several, others) = (outcome(runs_of(n) / str(CASES.index(case))) for n in (1, world))
     assert others == pytest.approx(means, rel=1e-7, abs=1e-9)
     assert others["loss"] == pytest.approx(means["loss"], rel=1e-9)
@@ -103,7 +103,7 @@ def test_processes_compute_what_one_computes(runs_of, world, case):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(8, 1), (8, 3), (8, 3, 2, 5)])
 def test_batch_norm_in_groups_is_one_for_each_slice(shape, compiled, double):
-    """Output, gradient and statistics, in place, of slices with other means and variances. It compiles as one graph."""
+    """The output, gradients and running statistics match, for slices that differ. It compiles as one graph."""
     x, weight = torch.randn(2, *shape)
     rows = torch.arange(8.0).view(-1, *[1] * (len(shape) - 1))
     x = (x * (1 + rows) + rows).requires_grad_()
@@ -135,7 +135,7 @@ class Halved(nn.BatchNorm2d):
     (nn.BatchNorm2d(8, momentum=None), False), (nn.BatchNorm2d(8, track_running_stats=False), False),
 ], ids=str)  # fmt: skip
 def test_batch_norm_groups_leave_an_encoder_its_function(norm, has_groups):
-    """Also where a batch norm has a forward of its own, timm's activation, or no running statistics to split."""
+    """Its output in evaluation mode stays. Subclasses, and norms without statistics or momentum, are not split."""
     encoder, x = nn.Sequential(norm, nn.Flatten()), torch.randn(8, 8, 3, 3)
     expected = encoder.eval()(x)
     split = jcl.convert_split_batchnorm(encoder, 2)
@@ -144,19 +144,19 @@ def test_batch_norm_groups_leave_an_encoder_its_function(norm, has_groups):
     assert isinstance(split[0], jcl.SplitBatchNorm) == has_groups
 
 
-@pytest.mark.parametrize("parts, world, each", [  # each: parts of a process; None: unequal, or single images
+@pytest.mark.parametrize("parts, world, each", [  # each: parts per process; None: unequal, or single images
     (2, 1, 2), (8, 4, 2), (2, 6, 1), (1, 1, 1), (5, 1, None), (24, 1, None), (3, 2, None), (1, 5, None), (1, 16, None)
 ])  # fmt: skip
 def test_parts_of_24_images_are_as_given_and_one_per_process_at_least(parts, world, each, capsys):
     if each is None:
         line = tiny.refused(capsys, common.split_batch, 24, 24, world, parts, "--bn-groups")
-        assert f"{world} process" in line and ("--bn-groups" in line) == (parts > 1)  # one group has no effect there
+        assert f"{world} process" in line and ("--bn-groups" in line) == (parts > 1)  # one group is not the cause
     else:
         assert common.split_batch(24, 24, world, parts, "--bn-groups") == each
 
 
 def train_and_keep(folder, line):
-    """Train, and keep the model of each process, not of the first one only."""
+    """Train, and save the model of each process, not only of the first one."""
     (method, *flags), path = line.split(), folder / f"{os.environ['RANK']}.pt"
     common.save_run = lambda out, config, info, state, *_: torch.save(state["model"].state_dict(), path)
     words = [*tiny.FLAGS, *"--arch resnet_nano --knn-every 0 --epochs 1".split()]
@@ -166,7 +166,7 @@ def train_and_keep(folder, line):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", ["moco_jointcrop --moco v3", "logo --base simsiam", "patchmix"])
 def test_after_an_epoch_all_processes_have_the_same_running_statistics(line, tmp_path):
-    """Of methods without a queue, for which torch has no SyncBatchNorm on CPUs. The others are compared with one's."""
+    """Covers methods without a queue, which lack SyncBatchNorm on CPUs. Others are compared with one process, above."""
     tiny.succeed(tmp_path / "log", train_and_keep, [(tmp_path, line)] * 2)
     one, two = (tiny.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert one["backbone.bn1.running_mean"].abs().max() > 0 and tiny.unequal(one, two) == []

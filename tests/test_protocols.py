@@ -1,4 +1,4 @@
-"""eval_linear.py's protocols: recipes, schedules, labels, L-BFGS; trainings that are stopped, or on two processes."""
+"""Tests eval_linear.py's protocols: recipes, schedules, labels, L-BFGS, interrupted runs, and two processes."""
 
 import argparse
 import functools
@@ -28,7 +28,7 @@ import eval_linear
 places = test_eval.places
 run = functools.partial(evaluate, eval_linear)
 
-FAST = ["--batch-size", "16", "--epochs", "3"]  # of two steps: 42 images
+FAST = ["--batch-size", "16", "--epochs", "3"]  # two steps per epoch of 42 images
 
 
 def completed(places, *flags, encoder="VIT", **changed):
@@ -44,7 +44,7 @@ CLIM = dict(SGD, epochs=60, lr=1e-4, cutmix=0, drop_path=0)
 RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_224"
 
 
-@pytest.mark.parametrize("flags, timm_name, expected", [  # other tests have schedules, layer decay, mixup, ...
+@pytest.mark.parametrize("flags, timm_name, expected", [  # other tests check schedules, layer decay, mixup, ...
     *((f"--protocol {protocol}", RESNET, MOCO) for protocol in ("moco", "jcl", "clim")),
     ("--protocol jcl --dataset imagenet100", RESNET, dict(MOCO, lr=10)),
     ("--protocol jointcrop", RESNET, dict(MOCO, epochs=90, batch_size=1024, lr=0.1)),
@@ -61,7 +61,7 @@ RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_22
     ("--solver lbfgs", RESNET, dict(metric="top1", batch_size=256, holdout=0.1)),
 ])  # fmt: skip
 def test_recipes_are_the_papers(places, flags, timm_name, expected):
-    """Learning rates are per 256 images."""
+    """The recipes have the papers' values. Learning rates are per 256 images."""
     args = completed(places, *flags.split(), timm_name=timm_name)
     assert {k: getattr(args, k) for k in expected} == expected
 
@@ -77,7 +77,7 @@ def test_flags_without_effect_and_impossible_values_are_refused(flags, capsys):
 
 
 def learning_rates(places, *flags, at, encoder="VIT"):
-    """The learning rates at steps of epochs of 10 steps."""
+    """Return the learning rates at the steps `at`, with 10 steps per epoch."""
     args = completed(places, *flags, encoder=encoder)
     return [eval_linear.learning_rate(args, step / 10) for step in at]
 
@@ -91,11 +91,11 @@ def test_schedules_are_the_papers(places):
     clim = learning_rates(places, "--finetune", at=(199, 200, 399, 400, 599), encoder="RESNET")
     assert clim == pytest.approx([1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
     warm = learning_rates(places, "--protocol", "moco", "--warmup", 1, at=(0, 5, 10))
-    assert warm == pytest.approx([0, 15, 30])  # it changes every step
+    assert warm == pytest.approx([0, 15, 30])  # a warmup changes every step
 
 
 def test_patchmix_has_timms_scheduler_called_after_each_epoch(places):
-    """Of a ViT-T at 1,024 images."""
+    """A ViT-T with batches of 1,024 images has the learning rates of timm's scheduler."""
     tuned = dict(lr_min=1e-5, warmup_t=10, warmup_lr_init=1e-6)
     for flags, peak, options in (("--finetune", 4e-3, tuned), ("--protocol patchmix", 0.2, {})):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], peak)
@@ -108,17 +108,17 @@ def test_patchmix_has_timms_scheduler_called_after_each_epoch(places):
 
 @pytest.mark.parametrize("epochs", [1, 3, 50])
 def test_a_short_fine_tuning_has_the_learning_rates_of_a_long_one(places, epochs):
-    """An epoch of 100 is a hundredth of it (D4). The warmup is not shortened, but takes at most a quarter (D5)."""
+    """Each hundredth of it has the rate of one epoch in 100 (D4). --warmup is not scaled, but cut to a quarter (D5)."""
     flags, steps = ["--finetune", "--epochs", epochs], [epochs * i / 100 for i in range(1000)]
     found = learning_rates(places, *flags, "--warmup", epochs / 10, at=steps)
     assert found[:990:10] == pytest.approx(learning_rates(places, "--finetune", at=range(10, 1000, 10)))
-    assert len({*found}) == 1000  # it changes every step
+    assert len({*found}) == 1000  # the learning rate changes every step
     end_of_warmup = 1000 * min(10, epochs / 4) / epochs
     assert np.argmax(learning_rates(places, *flags, at=steps)) == pytest.approx(end_of_warmup, abs=1)
 
 
 def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
-    """As in its released code. The others': N(0, 0.01), and no bias."""
+    """PatchMix's released code does so. The other heads have weights of standard deviation 0.01 and zero biases."""
     for protocol in ("patchmix", "moco"):
         run(places["VIT"], "--protocol", protocol, "--lr", 1e-9, *FAST, "--out", tmp_path / protocol)
         torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
 
 
 def test_what_differs_has_a_folder_of_its_own(places):
-    """By default. A run and its last.pt are one encoder."""
+    """The default --out depends on the flags and the encoder. A run's folder and its last.pt are the same encoder."""
     vit, info = places["VIT"], common.load_backbone(places["VIT"])[1]
     flags = "", "--amp off", "--lr 2", "--dataset cifar10", "--label-fraction 0.5", "--norm cifar10"
     lines = [[vit, *words.split()] for words in flags]
@@ -149,7 +149,7 @@ def groups_of(places, encoder, *flags):
 
 
 def test_layer_decay(places):
-    """ViTs: block i of 3 has 0.75^(3 - i), the patches' embedding 0.75^4, the classifier all. ResNets have but two."""
+    """In a ViT, block i of 3 has 0.75^(3 - i), the patch embedding 0.75^4, the head 1. ResNets have only two rates."""
     found, optimizer = groups_of(places, "VIT")
     assert optimizer == "AdamW"
     for name, (scale, decay) in found.items():
@@ -164,7 +164,7 @@ def test_layer_decay(places):
 
 @pytest.mark.parametrize("flags", slow_but([""], ["", "--mixup 0 --cutmix 0"]))
 def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
-    """Its images are not cropped here. Erasing, mixup and drop-path draw as seed and epoch say. An epoch: two steps."""
+    """Images are not cropped here. Seed and epoch determine erasing, mixup and drop path. An epoch has two steps."""
     monkeypatch.setattr(eval_linear, "training_transform", lambda *_: lambda image: image)
     flags = [places["VIT"], *f"--finetune --batch-size 16 --epochs 2 --lr 0.05 --seed 2 {flags}".split()]
     run(*flags, "--out", tmp_path)
@@ -193,13 +193,13 @@ def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
             (target * -head(network(x)).log_softmax(1)).sum(1).mean().backward()
             optimizer.step()
     trained = load(tmp_path / "last.pt")["model"]
-    for name in trained.keys() - {f"backbone.blocks.{i}.attn.qkv.bias" for i in range(3)}:  # Adam scales up rounding
+    for name in trained.keys() - {f"backbone.blocks.{i}.attn.qkv.bias" for i in range(3)}:  # Adam amplifies rounding
         torch.testing.assert_close(trained[name], model.state_dict()[name], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_drop_path_0_turns_off_the_encoders_own(places, tmp_path):
-    """timm's Swin, for example, has one."""
+    """Some encoders, such as timm's Swin, drop paths by default."""
     own = load(places["VIT"] / "backbone.pt")
     own["create_kwargs"]["drop_path_rate"] = 0.5
     torch.save(own, tmp_path / "own.pt")
@@ -218,12 +218,12 @@ def test_label_fractions_are_balanced_and_never_change(fraction, total, digest):
     assert counts.max() - counts.min() <= 1 and counts.min() >= 1
     assert hashlib.sha256(rows.numpy().astype("<i8").tobytes()).hexdigest().startswith(digest)
     assert {*rows.tolist()} <= {*eval_linear.balanced_share(labels.tolist(), 2 * fraction, 0).tolist()}
-    labels = torch.tensor([0] * 30 + [1] * 30 + [2] * 2)  # a class that has too few gives all
+    labels = torch.tensor([0] * 30 + [1] * 30 + [2] * 2)  # a class that has too few images gives all
     assert sorted(labels[eval_linear.balanced_share(labels, 0.5, 0)].bincount().tolist()) == [2, 10, 10]
 
 
 def test_label_files(places, tmp_path, capsys):
-    """A name of a file, or with as many of its folders as are needed."""
+    """A line is a file name, with as many parent folders as it takes to identify one image."""
     listed, paths = tmp_path / "list.txt", ["d/a/1.png", "d/b/1.png", "d/b/2.png", "d/b/12.png"]
     for text, rows in (("b/1.png", [1]), ("2.png\n\nd/a/1.png\r\n2.png", [0, 2]), ("12.png", [3])):
         listed.write_text(text)
@@ -237,17 +237,17 @@ def test_label_files(places, tmp_path, capsys):
     result, said = run(*flags), capsys.readouterr().out
     assert "3 of 42 training images" in said and "of the fitted images" in said and "held out" not in said
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=test_eval.pictures(places["DATA"] / "val"))
-    assert run(*flags, **own) == result  # of data of one's own, too, if they are files
+    assert run(*flags, **own) == result  # also for a user's own dataset, if it has file names
     own["train"] = test_eval.pictures(places["DATA"] / "train")
     assert "list.txt" in refused(capsys, run, *flags, **own)
 
 
 @pytest.mark.parametrize("classes, factor", [(3, 1), (2, 2)])
 def test_the_strength_is_scikit_learns(classes, factor, capsys):
-    """1 / C, but 2 / C for two classes, of which scikit-learn has one weight vector: the difference of the two here."""
+    """It is 1 / C, or 2 / C for two classes, where scikit-learn has one weight vector, the difference of two here."""
     x, y, strength = torch.randn(60, 4, generator=generator(3), dtype=torch.float64), torch.arange(60) % classes, 6.0
     x[:, 0] += y
-    with torch.inference_mode():  # a caller's, which is not in the way
+    with torch.inference_mode():  # a caller's mode must not matter
         weight = eval_linear.logistic_regression(x, y, classes, factor * strength, tolerance=1e-9).requires_grad_()
     penalized = weight[:-1] if classes > 2 else weight[:-1].diff(dim=1)
     loss = F.cross_entropy(x @ weight[:-1] + weight[-1], y, reduction="sum") + strength / 2 * penalized.square().sum()
@@ -258,12 +258,12 @@ def test_the_strength_is_scikit_learns(classes, factor, capsys):
 
 
 def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted():
-    """Here by the mean over unequal classes. Ties go to the middle one. The fits are those of the test above."""
+    """Per-class accuracy chooses here, and ties go to the middle one. The test above checks the fits."""
     g, y = generator(7), (torch.arange(120) % 5).clamp_max(2)
     noise, centers = torch.randn(120, 20, generator=g), torch.randn(3, 20, generator=g)
     x = torch.cat([(centers[y] + noise)[:, :4], 2 * noise[:, 4:]], 1)
     test_x, rest, check, grid = 2 * x[:7], torch.arange(80), torch.arange(80, 120), [0.1, 0.3, 1.0, 3.0, 10.0, 1e3]
-    with torch.inference_mode():  # a caller's, which is not in the way
+    with torch.inference_mode():  # a caller's mode must not matter
         found = eval_linear.lbfgs_probe(x.clone(), y.clone(), test_x, rest, check, 3, grid, "per_class")
     mean = x[:80].double().mean(0)
     scale = (x[:80] - mean).square().mean().sqrt()
@@ -283,7 +283,7 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
 
 
 def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
-    """val/ chooses where there is test/ too, else a part of train/. Of few labels a part chooses: val/ is left out."""
+    """If test/ has labels, val/ chooses the strength. Otherwise, or with few labels, part of train/ is held out."""
     flags = [places["VIT"], "--solver", "lbfgs", "--strengths", 1, 10, 100, "--metric", "per_class"]
     result, said = run(*flags), capsys.readouterr().out
     assert list(result) == ["encoder", "untrained"] and "on 18 images" in said and "all 60 " in said
@@ -300,7 +300,7 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     assert eval_linear.open_data(everything, info)[1] is not None  # val/ chooses, as without the flag
     (data / "test" / "a").rename(tmp_path / "a")
     assert "classes of test/" in refused(capsys, eval_linear.open_data, args, info)
-    for test in (tmp_path / "a", data / "val"):  # images without classes, as ImageNet's; no other than test/
+    for test in (tmp_path / "a", data / "val"):  # images without classes, as in ImageNet; then no val/
         shutil.rmtree(data / "test")
         test.rename(data / "test")
         assert eval_linear.open_data(args, info)[1] is None
@@ -308,7 +308,7 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def tuned(places, tmp_path_factory):
-    """(flags of a fine-tuning with all that draws, its folder, its scores). The encoder's images have moved."""
+    """Return (flags, folder, scores) of a fine-tuning with all random operations, whose data folder has moved."""
     root = tmp_path_factory.mktemp("tuned")
     (root / "moved").symlink_to(places["DATA"])
     flags = [places["VIT"], "--data-dir", root / "moved", "--finetune", "--erase", 0.9, "--label-fraction", 0.9, *FAST]
@@ -316,11 +316,11 @@ def tuned(places, tmp_path_factory):
 
 
 def test_a_run_and_what_it_leaves(tuned, capsys):
-    """The same command again says its scores, and changes nothing. The fine-tuned encoder can be evaluated."""
+    """Repeating the command returns the scores and changes nothing. The fine-tuned encoder can be evaluated."""
     flags, out, result = tuned
     assert evaluate(eval_knn, out, "--k", 3)["encoder"]["knn3_top1"] > 34
-    assert "query" in refused(capsys, common.load_backbone, out, "query")  # it is another encoder now
-    assert "data_dir" not in load(out / "backbone.pt")  # people publish it
+    assert "query" in refused(capsys, common.load_backbone, out, "query")  # it is a different encoder now
+    assert "data_dir" not in load(out / "backbone.pt")  # the file may be published
     assert common.load_backbone(out)[1]["data_dir"] == str(flags[2])
     assert result["encoder"].keys() == {"finetune_top1", "finetune_per_class"}
     assert [(r["epoch"], "finetune_top1" in r) for r in records(out)] == [(1, False), (2, False), (3, True)]
@@ -334,7 +334,7 @@ def test_a_run_and_what_it_leaves(tuned, capsys):
 
 @pytest.mark.slow
 def test_an_encoder_that_was_fine_tuned_on_other_images_is_evaluated_on_these(places, tmp_path):
-    """Also if there are images without labels, of which the fine-tuning takes none."""
+    """The data may include unlabeled images, which fine-tuning does not use."""
     data = shutil.copytree(places["DATA"], tmp_path / "data")
     shutil.copytree(data / "train" / "a", data / "unlabeled")
     flags = ["--dataset", "folder", "--data-dir", data, "--out", tmp_path / "run"]
@@ -345,12 +345,12 @@ def test_an_encoder_that_was_fine_tuned_on_other_images_is_evaluated_on_these(pl
 
 @pytest.mark.slow
 def test_stopped_and_resumed(tuned, tmp_path):
-    """In an epoch, in a save, in the evaluation, which costs no epoch: as an undisturbed run, bit for bit."""
+    """A run stopped in an epoch, a save or the evaluation (which costs no epoch) ends bitwise as an undisturbed one."""
     flags, out, result = tuned
     flags = [*flags, "--out", tmp_path]
     for moment, epochs in (("step 2", None), ("step 4", 1), ("save 4", 1), ("knn 1", 3)):
         assert life("eval_linear", [*flags, "--device", "cpu"], moment)[0] == 130 and epochs_of(tmp_path) == epochs
-    random.seed(99), np.random.seed(98), torch.manual_seed(97)  # nothing depends on what these were
+    random.seed(99), np.random.seed(98), torch.manual_seed(97)  # the run must not depend on these
     assert run(*flags) == result
     different = unequal(load(out / "last.pt"), load(tmp_path / "last.pt"))
     assert all(name.startswith("/optimizer/param_groups") and name.endswith("/lr") for name in different)
@@ -366,7 +366,7 @@ def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path
 
 
 def test_another_evaluation_is_refused(places, tmp_path, capsys):
-    """In the folder of the first, but for the same encoder in another place. test_continue.py has what all runs do."""
+    """A folder holds one evaluation, of an encoder that may have moved. test_continue.py covers what all runs share."""
     train, a, b = (common.Patterns(32, 16, i) for i in range(3))
     vit, flags = places["VIT"], ["--protocol", "moco", *FAST, "--out", tmp_path]
     run(vit, *flags, train=train, test=a)
@@ -383,7 +383,7 @@ def test_another_evaluation_is_refused(places, tmp_path, capsys):
 
 
 def test_augmentation_of_training_images():
-    """--pad: a flipped crop of the padded image. Else an area of it. RandAugment changes it further."""
+    """With --pad, crops are from the padded image; without, of random areas. Flips and RandAugment follow."""
     image, info = tiny.gradient(16, 16), dict(image_size=16, interpolation="bicubic", mean=(0.5, 0.5, 0.5))
 
     def made(count, pad=3, randaug=0):
@@ -393,10 +393,10 @@ def test_augmentation_of_training_images():
     padded = np.pad(image, ((3, 3), (3, 3), (0, 0)))
     crops = [padded[top : top + 16, left : left + 16] for top, left in np.ndindex(7, 7)]
     wanted, found = {x[:, ::flip].tobytes() for x in crops for flip in (1, -1)}, {x.tobytes() for x in made(150)}
-    assert found <= wanted and len(found) > len(crops) + 10  # so both ways round
+    assert found <= wanted and len(found) > len(crops) + 10  # so some are flipped
     small = made(40, pad=0)
     assert np.shape(small) == (40, 16, 16, 3) and np.std(small, (1, 2)).mean() < 0.4 * np.std(image, (0, 1)).mean()
-    assert len({view.tobytes() for view in made(150, randaug=10)}) > 120  # the limit of all its operations is no error
+    assert len({view.tobytes() for view in made(150, randaug=10)}) > 120  # no operation fails at the highest magnitude
 
 
 def play_on_center_crops(flags):
@@ -406,13 +406,13 @@ def play_on_center_crops(flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoder, flags, only", [  # only the first of batch norms: on CPUs each process has its own
+@pytest.mark.parametrize("encoder, flags, only", [  # only: what is compared. On CPUs, later batch norms differ
     ("RESNET", "--protocol moco --lr 3", ""),
     ("VIT", "--finetune --mixup 0 --cutmix 0 --drop-path 0 --erase 0", ""),
     ("RESNET", "--finetune --lr 1e-9 --head-lr 0", "model/backbone.conv1.1.running_mean"),
 ])  # fmt: skip
 def test_two_processes_train_as_one(places, tmp_path, encoder, flags, only):
-    """A frozen protocol, and fine-tuning where nothing is drawn: weights, optimizer, scores."""
+    """A frozen protocol, and fine-tuning without random operations, give the same weights, optimizer and scores."""
     flags, outs = [places[encoder], *flags.split(), *FAST, "--device", "cpu", "--out"], (tmp_path / "1", tmp_path / "2")
     for world, out in enumerate(outs, start=1):
         succeed(tmp_path / "log", play_on_center_crops, [([*flags, out],)] * world)

@@ -1,4 +1,4 @@
-"""Third-party checkpoints: each usual form, with its real names, is evaluated, and trained from (--init)."""
+"""Tests that third-party checkpoints in each usual form, with its real names, can be evaluated and passed to --init."""
 
 import argparse
 import functools
@@ -21,25 +21,25 @@ VIT = dict(arch="vit_micro", image_size=32, patch_size=8, num_heads=4)
 RESNET = dict(arch="resnet_mini", image_size=96)
 SCRIPTS = [(eval_knn, "--k 3"), (eval_linear, "--epochs 2")]
 
-FORMS = {  # how timm builds it; the entry of the file, and the prefixes of the query and of the momentum encoder
+FORMS = {  # name: (encoder, entry of the file, prefixes of its query encoder and of its momentum encoder)
     "MoCo v2": (RESNET, "state_dict", "module.encoder_q.", "module.encoder_k."),
     "PatchMix": (VIT, "model", "base_encoder.", "momentum_encoder."),
-    "DINO": (VIT, None, "student.module.backbone.", "teacher.backbone."),  # each in an entry of its own
+    "DINO": (VIT, None, "student.module.backbone.", "teacher.backbone."),  # each has its own entry
 }
-# What stands beside them; argparse's namespaces are allowed where torch.load would refuse them.
+# What else such files hold. They may also hold an argparse.Namespace, which torch.load alone would reject.
 HEADS = ("fc.0.weight", "fc.weight", "head.weight", "head.0.bias", "head.mlp.0.weight")
 HEADS += ("mask_token", "decoder_pos_embed", "decoder_embed.weight", "decoder_blocks.0.norm1.weight")  # MAE's
 OPTIMIZER = {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.03}]}
 
 
 def under(prefix, encoder):
-    """An encoder's state_dict, and a classifier or projector, with a prefix before their names."""
+    """Return an encoder's state_dict with tensors of heads, and with a prefix before all names."""
     weights = encoder.state_dict() | {name: torch.ones(2) for name in HEADS}
     return {prefix + name: value for name, value in weights.items()}
 
 
 def make_encoder(arch, image_size, patch_size=16, **heads):
-    """An encoder with weights and statistics that no other has."""
+    """Return an encoder with weights and running statistics unlike any other's."""
     encoder = common.build_backbone(common.backbone_info(arch, image_size, patch_size, **heads))
     for value in encoder.state_dict().values():
         if value.is_floating_point():
@@ -53,14 +53,14 @@ def same(one, two, size):
 
 
 def read(path, **how):
-    """The encoder that the flags of an evaluation name: (module, info)."""
+    """Return the encoder that an evaluation with these flags loads: (module, info)."""
     flags = [word for name, value in how.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return common.open_encoder(eval_knn.parse_args([str(path), *flags]))
 
 
 @pytest.mark.parametrize("form", slow_but(["MoCo v2", "PatchMix"], FORMS))
 def test_each_form_is_read(form, tmp_path, capsys):
-    """By its prefix, which is not guessed: the message of a wrong one names those that the file has."""
+    """Each encoder needs its prefix, which is not guessed. The message about a wrong one names those in the file."""
     how, entry, *prefixes = FORMS[form]
     file = {"epoch": 3, "args": argparse.Namespace(lr=1.0), "optimizer": OPTIMIZER}
     encoders = {prefix: make_encoder(**how) for prefix in prefixes}
@@ -79,7 +79,7 @@ def test_each_form_is_read(form, tmp_path, capsys):
 
 
 def test_a_plain_state_dict_needs_no_prefix(tmp_path):
-    """In a file of torch's old form, from before batch norms counted batches."""
+    """The file has torch's old format, from before batch norms counted batches."""
     encoder, path = make_encoder(**RESNET), tmp_path / "file.pth"
     state = {name: x for name, x in under("", encoder).items() if "num_batches" not in name}
     torch.save(state, path, _use_new_zipfile_serialization=False)
@@ -87,15 +87,15 @@ def test_a_plain_state_dict_needs_no_prefix(tmp_path):
     assert read(path, arch="resnet_mini")[1]["image_size"] == 224
 
 
-# DINOv2 and v3 have further tokens, and an embedding without the class token, or none. CaiT's stays as it is.
+# DINOv2 and v3 have extra tokens, and a position embedding without the class token, or none. CaiT's is not resampled.
 PUBLIC = """vit_tiny_patch16_224 vit_small_patch14_reg4_dinov2
     resnet18 convnextv2_atto cait_xxs24_224 vit_small_patch16_dinov3""".split()
 
 
 @pytest.mark.parametrize("name", slow_but(PUBLIC[:2], PUBLIC))
 def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
-    """With their classifier, and the tag of the weights after a point. Position embeddings are resampled as by timm."""
-    options = dict(depth=2) if name.startswith(("vit_", "cait_")) else {}  # of 12 or 24 blocks, to save time
+    """A file may have a classifier, and a name a tag after a dot. Position embeddings are resampled as in timm."""
+    options = dict(depth=2) if name.startswith(("vit_", "cait_")) else {}  # instead of 12 or 24 blocks, to save time
     monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, **options))
     size, any_size = (112, dict(dynamic_img_size=True)) if name.startswith("vit_") else (224, {})
     theirs = torchvision.models.resnet18() if name == "resnet18" else timm.create_model(name, num_classes=5, **any_size)
@@ -104,7 +104,7 @@ def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
         theirs.fc = torch.nn.Identity()
     else:
         theirs.reset_classifier(0)
-    known = timm.get_pretrained_cfg(name)  # of the weights that are timm's default
+    known = timm.get_pretrained_cfg(name)  # of timm's default weights
     how = dict(arch=f"{name}.{known.tag}", image_size=size) | (dict(patch_size=14) if "patch14" in name else {})
     found, info = read(tmp_path / "model.safetensors", **how)
     assert same(found, theirs.eval(), size) and (info["mean"], info["std"]) == (known.mean, known.std)
@@ -112,7 +112,7 @@ def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     assert (info["mean"], info["std"]) == common.NORMS["cifar10"]
 
 
-UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of the message
+UNFIT = {  # (what is saved of a ResNet's state_dict, how it is read, words of the message)
     "another stem": (lambda state: state | {"conv1.weight": torch.ones(16, 3, 7, 7)}, {}, "3 x 3 stem"),
     "parts are missing": (lambda state: {"conv1.weight": state["conv1.weight"]}, {}, "Missing key"),
     "no known head": (lambda state: state | {"attn_pool.latent": torch.ones(3)}, {}, "attn_pool.latent"),
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused(make, how, words, tmp_path, capsys):
 
 
 def test_files_that_are_no_checkpoints_are_refused(tmp_path, capsys):
-    """The line says how they begin, and never how to load them without safety."""
+    """The message says what is wrong with a file, and never suggests loading it unsafely."""
     assert "Is a directory" in refused(capsys, read, tmp_path, **RESNET)
     torch.save([torch.ones(1)], tmp_path / "file.pth")
     whole, pointer = (tmp_path / "file.pth").read_bytes(), b"version https://git-lfs.github.com/spec/v1"
@@ -145,7 +145,7 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_hostile_pickle_is_not_run(here, zipped, capsys):
-    class Hostile:  # when it is unpickled, a file is written
+    class Hostile:  # unpickling it writes a file
         def __reduce__(self):
             return open, ("victim", "w")
 
@@ -166,7 +166,7 @@ def test_a_file_of_third_parties_is_evaluated_as_a_run(script, flags, places, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("method, variant", EACH_MODEL)
 def test_training_starts_from_init_and_is_resumed(method, variant, _tiny, tmp_path):
-    """Here with a learning rate that leaves the weights as they are. safetensors takes those of its backbone.pt."""
+    """A tiny learning rate leaves the weights as they are. safetensors can save those in backbone.pt."""
     query, momentum = (make_encoder("resnet_nano", 16) for _ in range(2))
     path, out = tmp_path / "moco.pth", tmp_path / "run"
     torch.save({"state_dict": under("encoder_q.", query) | under("encoder_k.", momentum)}, path)

@@ -1,4 +1,4 @@
-"""The pages keep their word: links lead somewhere, commands parse, Python runs. Differences that files cite exist."""
+"""Tests the pages: links have targets, commands are valid, Python code runs. Differences cited in files are listed."""
 
 import importlib
 import inspect
@@ -21,13 +21,13 @@ PAGES = {page: (ROOT / page).read_text() for page in PAGES}
 SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
 COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 BLOCKS = [code for page in PAGES.values() for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)]
-WORDS = "JCL(", "timm.create_model(", "logsumexp"  # of one block each
+WORDS = "JCL(", "timm.create_model(", "logsumexp"  # each is in one block
 LOOP, WEIGHTS, LOSS = (code for word in WORDS for code in BLOCKS if word in code)
 OTHERS = [code for code in BLOCKS if code not in (LOOP, WEIGHTS, LOSS)]
 
 
 def run_block(code, **names):
-    """Return what a block of Python leaves, {name: value}."""
+    """Run a block of Python and return its variables, {name: value}."""
     names["__name__"] = "__main__"
     exec(code, names)
     return names
@@ -46,7 +46,7 @@ def test_links(page):
 
 
 def test_commands(here):
-    """Every command line of a script, from its name on, in blocks and in the text."""
+    """Every command line of a script, in blocks and in the text, is parsed without an error."""
     text = "\n".join(PAGES.values()).replace("\\\n", " ")
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
     blocks = "\n".join(re.findall(r"```bash[^\n]*\n(.*?)```", text, re.S)).splitlines()
@@ -54,13 +54,13 @@ def test_commands(here):
     assert {line.split(".py")[0] for line in commands} == set(SCRIPTS)
     for line in sorted(commands):
         script, *words = shlex.split(line)
-        if words and "--help" not in words:  # a name alone is no command
+        if words and "--help" not in words:  # a name alone is not a command
             importlib.import_module(script[:-3]).parse_args(words)
 
 
 @pytest.mark.parametrize("code", OTHERS, ids=range(len(OTHERS)))
 def test_blocks_of_python_run(code, _tiny, here):
-    """The runs that a block reads are there."""
+    """The runs that a block reads are made first."""
     if "matplotlib" in code:
         pytest.importorskip("matplotlib").use("Agg")
     for out in set(re.findall(r"runs/[\w.-]+", code)) - set(re.findall(r"--out (\S+?)\"", code)):
@@ -75,7 +75,7 @@ def test_the_loss_in_lines():
 
 
 def test_a_users_own_loop():
-    """Each step moves the user's own encoder, and the momentum encoder after it; its keys are the next negatives."""
+    """Each step updates the user's encoder, then the momentum encoder, whose keys become the next negatives."""
     found = run_block(LOOP)
     encoder, model, keys = found["encoder"], found["model"], found["keys"]
     pairs = [*zip(encoder.parameters(), model.momentum_backbone.parameters(), strict=True)]
@@ -95,7 +95,7 @@ def test_weights_elsewhere(arch, here):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tops_and_ends(method):
-    """At most 30 lines before the imports, with the command that the demo prints. Each (D3) is listed at the end."""
+    """At most 30 lines precede the imports, with the demo's command. Each (D3) that is cited is listed at the end."""
     text = (ROOT / f"{method}.py").read_text()
     (flags,) = re.findall(r'common.start\(main, parse_args, "(.*)"\)', text)
     assert f"    torchrun --nproc_per_node=8 {method}.py {flags}" in text
@@ -107,16 +107,16 @@ def test_tops_and_ends(method):
 
 
 def test_the_lines_of_joint_crop():
-    """Those of its docstring, with torchvision alone: two views of 224 px."""
+    """The code in its docstring gives two views of 224 px without the class."""
     _, _, lines = moco_jointcrop.JointCrop.__doc__.rpartition(":\n\n")
     names = dict(torch=torch, sample_joint=moco_jointcrop.sample_joint, image=Image.new("RGB", (300, 260)))
     names |= dict(resized_crop=functional.resized_crop, gaussian_blur=functional.gaussian_blur)
-    found = run_block(inspect.cleandoc(lines), RandomResizedCrop=RandomResizedCrop, **names)  # blurs both views
+    found = run_block(inspect.cleandoc(lines), RandomResizedCrop=RandomResizedCrop, **names)  # it blurs both views
     assert [view.size for view in found["views"]] == [(224, 224)] * 2 and len(found["sigmas"]) == 2
 
 
 def test_a_demo_says_so(monkeypatch, capsys):
-    """Its first and last lines name the paper's command, but not on other data or processes. It has one thread."""
+    """It prints the paper's command before and after, unlike runs on real data or other ranks. It has one thread."""
     for flags, rank, lines, threads in (("", "0", 3, 1), ("--dataset cifar10", "0", 0, 2), ("", "1", 0, 1)):
         monkeypatch.setenv("RANK", rank)
         torch.set_num_threads(2)
