@@ -1,4 +1,4 @@
-"""The runs behind the tables, the tables, and the pictures."""
+"""Tests the tables of results, the numbers that the pages quote from them, and the pictures."""
 
 import re
 
@@ -11,18 +11,18 @@ from PIL import Image
 
 
 def test_tables(tmp_path):
-    """The tables are what tests/tools/results.py makes of tests/results/, and the page has all that are not empty."""
+    """The page has each table that tests/tools/results.py makes from tests/results/, unless the table is empty."""
     gpu_list.write(tmp_path / "begin.json", results.kept("begin"))
     assert (tmp_path / "begin.json").read_bytes() == (results.KEPT / "begin.json").read_bytes()
     text = results.PAGE.read_text()
     assert results.with_tables(text) == text
     found = re.findall(r"<!-- tests/tools/results.py: (.*) -->\n\| .*\n\| ---.*\n\| .*", text)
     assert {*found} == {what for what, make in results.TABLES.items() if make()}
-    assert [*results.kept("begin")] == [*results.BEGINS]  # every recipe has been begun
+    assert [*results.kept("begin")] == [*results.BEGINS]  # every recipe has a run
 
 
 def test_the_numbers_of_the_front_page():
-    """README's column "ours" has the means of kNN over the seeds. The text of both pages has gains and losses."""
+    """README's column "ours" has the mean kNN accuracies over the seeds. Both pages quote the gains and losses."""
     page, small = (ROOT / "README.md").read_text(), results.kept("small_encoders")
     own, from_008 = ", as its recipe is", ", crops from 0.08 of the area"
     runs = [(f"MoCo v2{own}", f"J-Crop(0){own}"), *((f"MoCo v2{from_008}", f"{what}{own}") for what in ("JCL", "CLIM"))]
@@ -47,7 +47,7 @@ def test_the_numbers_of_the_front_page():
 
 @pytest.mark.slow
 def test_pictures_that_explain(tmp_path):
-    """The six figures of README are drawn anew as they are kept."""
+    """Drawing the six figures of the pages again gives nearly the same pixels."""
     pytest.importorskip("matplotlib")
     import figures
 

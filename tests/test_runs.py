@@ -1,4 +1,4 @@
-"""What a run writes and says, what a program may pass to it, also own images and encoders, and --compile."""
+"""Tests what a run writes and prints, a user's own images and encoders, and --compile."""
 
 import argparse
 import datetime
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("_tiny")
 
 @pytest.mark.parametrize("line", slow_but(["patchmix"], [*METHODS, "patchmix --key-encoder query"]))
 def test_a_runs_folder(line, tmp_path, capsys):
-    """Every second epoch and the last have a kNN, of the encoder in backbone.pt, which the authors evaluate."""
+    """Every second epoch and the last have the kNN scores of the encoder in backbone.pt, which the authors evaluate."""
     method, *flags = line.split()
     said = run(method, tmp_path, "--epochs", 3, "--keep-every", 2, "--knn-every", 2, *flags)
     names = {"config.json", "metrics.jsonl", "last.pt", "backbone.pt", "epoch-0002.pt"}
@@ -58,7 +58,7 @@ def test_a_runs_folder(line, tmp_path, capsys):
 
 
 def test_the_progress_and_the_averages_of_an_epoch(monkeypatch, capsys):
-    """The second of three, of 10 steps of 122 images. A log file gets a line every minute, here after a step."""
+    """A log file gets a line every minute, here after one step. Averages are over the steps and the processes."""
     monkeypatch.setattr("time.perf_counter", mock.Mock(side_effect=[0.0, 61.0, 100.0, 122.0]))
     monkeypatch.setattr(common, "all_gather_object", lambda values: [values, 2 * values])  # two processes
     meter = common.Meter(1, 3, 10, 122)
@@ -69,7 +69,7 @@ def test_the_progress_and_the_averages_of_an_epoch(monkeypatch, capsys):
 
 
 def test_processes_wait_an_hour_for_each_other(monkeypatch):
-    """The first may need minutes for a folder's names, a download or kNN. torchrun's restarts have stores apart."""
+    """The first may need minutes to list files, download or run kNN. torchrun's restarts have separate stores."""
     joined, store = {}, torch.distributed.HashStore()
     rendezvous = mock.Mock(return_value=iter([(store, 1, 2)]))
     monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
@@ -84,7 +84,7 @@ def test_processes_wait_an_hour_for_each_other(monkeypatch):
 
 
 def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
-    """Other workers and processes. Values may be a Path and numpy's numbers."""
+    """It prints its values, which may be a Path or numpy's numbers, and a changed number of processes."""
     numbers = dict(seed=np.int64(3), lr=np.float64(0.1), epochs=2)
     args = argparse.Namespace(method="m", out=tmp_path, resume=None, workers=3, data_dir=None, **numbers)
     images, state = Blank(40), dict(model=nn.Linear(2, 2))
@@ -98,7 +98,7 @@ def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     assert "processes: 1 before, 2 now" in said and "batch-norm groups" in said
     common.save_run(args.out, config, None, state, [dict(epoch=1), dict(epoch=2)])
     common.open_run(args, images, state, {})
-    assert "before" not in capsys.readouterr().out  # a finished run draws nothing
+    assert "before" not in capsys.readouterr().out  # a finished run draws no random numbers
 
 
 MANY = [(method, "--queue", "negatives of 64 images include the query's own") for method in QUEUES]
@@ -107,20 +107,20 @@ MANY += [("clim", "--queue 16 --clim-start 0 --num-clusters", "clusters of 64 im
 
 @pytest.mark.parametrize("method, flags, words", MANY)
 def test_what_is_many_for_so_few_images_is_said(method, flags, words, tmp_path):
-    """More than a quarter of the images as negatives, or as clusters."""
+    """A run warns if negatives or clusters number more than a quarter of the images."""
     for count, is_said in ((16, False), (17, True)):
         said = run(method, tmp_path / str(count), "--epochs", 1, *flags.split(), count, train=Blank(64))
         assert (f"{count} {words}" in said) == is_said
 
 
 def test_a_run_that_collapses_says_so_once(capsys):
-    """After three epochs in a row. It may recover, and collapse again."""
+    """It says so after three epochs in a row, and again if it has recovered and collapses a second time."""
     stds, said = [0.5, 0.09, 0.09, 0.09, 0.01, 0.2, 0.05, 0.05, 0.05], []
     for last in range(len(stds)):
         common.log_epoch("", [dict(std=std) for std in stds[: last + 1]], ["std"])
         said.append("--temperature" in capsys.readouterr().out)
     assert said == [False, False, False, True, False, False, False, False, True]
-    for names, count in (["std"], 1), ((), 0):  # the line "finished" prints no figures, and no warning again
+    for names, count in (["std"], 1), ((), 0):  # the line "finished" has no metrics and no second warning
         common.log_epoch("", [dict(std=0.01)] * 3, names)
         assert capsys.readouterr().out.count("a collapse") == count
 
@@ -142,7 +142,7 @@ def test_an_error_is_not_glued_to_the_progress_line(kind, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_compiled_encoders_change_nothing(method, tmp_path, monkeypatch):
-    """But for rounding, here without the compiler's own code. Nothing is compiled for the kNN."""
+    """Weights differ only by rounding, here without the compiler's own code. Nothing is compiled for kNN."""
     graphs, compiled, monitor = [], [], common.knn_monitor
 
     def watched(*words):
@@ -163,7 +163,7 @@ def test_compiled_encoders_change_nothing(method, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_own_images(method, tmp_path):
-    """Only kNN needs labels. Images alone, of which CLIM chooses positives, give the same training."""
+    """Only kNN needs labels: a list of items, which has no `targets`, gives the same weights, even with CLIM."""
     train, test = common.Patterns(4096, 20, seed=7), common.Patterns(1024, 20, seed=8)  # 68 and 32 images
     run(method, tmp_path / "labels", "--epochs", 1, train=train, test=test)
     run(method, tmp_path / "items", "--epochs", 1, train=[*train])
@@ -173,7 +173,7 @@ def test_own_images(method, tmp_path):
 
 @timm.models.register_model
 def own_encoder(pretrained=False, num_classes=0, **kwargs):
-    """An encoder that timm does not have, (n, 3, H, W) -> (n, 8). One parameter is frozen."""
+    """Return an encoder that timm does not have, (n, 3, H, W) -> (n, 8). One parameter is frozen."""
     net = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     net[1].bias.requires_grad_(False)
     return net
@@ -181,7 +181,7 @@ def own_encoder(pretrained=False, num_classes=0, **kwargs):
 
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_own_encoder(method, tmp_path, capsys):
-    """timm's registry makes it an --arch of trainings and, in a script that registers it, too, of evaluations."""
+    """An encoder in timm's registry can be an --arch, and any script that registers it can evaluate it."""
     run(method, tmp_path, "--arch", "own_encoder")
     saved = load(tmp_path / "backbone.pt")
     encoder = timm.create_model(saved["timm_name"], **saved["create_kwargs"])

@@ -1,4 +1,4 @@
-"""Equal blocks, models that work alone, a common.py that trains nothing, and each parameter in one optimizer."""
+"""Tests shared blocks, models on their own, that common.py trains nothing, and that optimizers have each parameter."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ from torch import nn
 
 SOURCES = {path.name: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 BLOCK = re.compile(r"^# --+ ([^\n]+) \(shared block\)\n(.*?)(?=^# (?:--+|==+) |^if __name__|\Z)", re.M | re.S)
-BLOCKS = defaultdict(list)  # {the words of a banner: what follows it, to the next banner, in each file that has it}
+BLOCKS = defaultdict(list)  # {text of a banner: what follows it, up to the next banner, in each file that has it}
 for text in SOURCES.values():
     for name, block in BLOCK.findall(text):
         BLOCKS[name].append(block.rstrip())
@@ -24,7 +24,7 @@ def test_shared_blocks_are_the_same(name):
 
 
 def sections(method):
-    """What a reader copies: the imports of the packages, and the sections of the paper, the model and ShuffleBN."""
+    """Return what a reader copies: the imports of packages, and the sections on the paper, the model and ShuffleBN."""
     head, *parts = re.split(r"^# ==+ (?=\d\. )", SOURCES[f"{method}.py"].partition("\nif __name__")[0], flags=re.M)
     lines = re.findall(r"^(?:import (?!common).*|from [\w.]+ import .*|TERMS = .*)$", "".join([head, *parts]), re.M)
     return "\n".join([*lines, *(f"# {part}" for part in parts if part[0] in "246")])
@@ -32,7 +32,7 @@ def sections(method):
 
 @functools.cache
 def copied(method):
-    """The names that these sections define, without the rest of the file and without common.py."""
+    """Return what these sections define without the rest of the file and common.py, {name: value}."""
     names = {}
     exec(compile(sections(method), f"{method}.py", "exec"), names)
     return names
@@ -43,7 +43,7 @@ MODELS = [(method, *model) for method, record in RECORDS.items() for model in re
 
 @pytest.mark.parametrize("method, kind, arguments, given", MODELS)
 def test_a_model_works_alone(method, kind, arguments, given):
-    """By tensors and numbers, in a user's own loop. torch's global generator shuffles the keys, or the patches."""
+    """It trains in a user's own loop, on plain tensors. Keys or patches are shuffled by torch's global generator."""
     losses = []
     assert not re.search(r"\b(common|args)\.", sections(method))
     for seed in (3, 3, 4):
@@ -71,7 +71,7 @@ def test_a_model_works_alone(method, kind, arguments, given):
 
 @pytest.mark.parametrize("method, kind, arguments, given", MODELS)
 def test_a_model_works_within_autocast(method, kind, arguments, given, monkeypatch):
-    """Its loss is computed in float32: if its networks are, too, autocast changes nothing. Else it changes little."""
+    """The loss is computed in float32. Autocast changes it little, and not at all if the layers are in float32."""
     losses, in_float32 = [], torch.autocast("cpu", enabled=False)(nn.Linear.forward)
     for enabled in (False, True, True):
         torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_a_model_works_within_autocast(method, kind, arguments, given, monkeypat
 
 
 def test_a_method_has_a_record():
-    """Or these tests would leave it out without notice."""
+    """Without one, these tests would silently skip it."""
     files = {name.removesuffix(".py") for name, text in SOURCES.items() if "\ndef augment(" in text}
     assert files == RECORDS.keys(), f"tests/methods.py lacks the record of {files - RECORDS.keys()}"
 
@@ -100,7 +100,7 @@ def test_common_trains_nothing():
 
 @pytest.mark.parametrize("method, variant", VARIANTS)
 def test_every_trained_parameter_is_in_one_group_of_its_optimizer(method, module, variant):
-    """LoGo trains an affinity, too. Of two groups the first, without weight decay, has all that has one dimension."""
+    """This includes LoGo's affinity. If there are two groups, the first (no decay) has those of one dimension."""
     state = state_of(module, f"{variant} --batch-size 16")
     optimizers = dict(model="optimizer", affinity="affinity_optimizer")
     for part in state.keys() & optimizers.keys():

@@ -1,4 +1,4 @@
-"""The schedules, by formulas that are written out here, and what each step of a run gets from them."""
+"""Tests the schedules against formulas that are written out here, and what each step of a run gets from them."""
 
 import numpy as np
 import pytest
@@ -10,25 +10,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import moco_jointcrop
 
 CASES = [*EACH_MODEL, ("moco_jointcrop", "--milestones 0.5 0.8"), ("logo", "--milestones 0.5 0.8")]
-CASES += [("moco_jointcrop", "--moco v1 --milestones")]  # without any: the cosine
+CASES += [("moco_jointcrop", "--moco v1 --milestones")]  # no milestones: a cosine
 
 
 def between(first, last, done):
-    """Half a cosine from the first value to the last."""
+    """Return a value on half a cosine from `first` to `last`. done: the fraction of the way."""
     return last + (first - last) * 0.5 * (1 + np.cos(np.pi * done))
 
 
 @pytest.mark.parametrize("warmup", [5, 2.5, 0.2, 0])
 @pytest.mark.parametrize("method, flags", CASES)
 def test_learning_rate(method, module, flags, warmup):
-    """Linear warm-up from 0, for at most a quarter of the run; then a cosine, or milestones. The batch has 2 x 256."""
+    """A linear warmup, of at most a quarter of the run, precedes a cosine or milestones. The batch size is 2 x 256."""
     milestones, last = "milestones 0" in flags, 0.0
     flags = [*flags.split(), *f"--epochs 10 --lr 0.3 --batch-size 512 --warmup {warmup}".split()]
     if method in WITH_MIN_LR and not milestones:
         flags, last = [*flags, "--min-lr", "0.01"], 0.02
     args = module.parse_args(flags)
     warmup = min(warmup, 2.5)
-    assert args.warmup == warmup  # so the values that a run prints have it
+    assert args.warmup == warmup  # so a run prints this value
     for epoch in (step / 7 for step in range(71)):
         if epoch < warmup:
             expected = 0.6 * epoch / warmup
@@ -39,7 +39,7 @@ def test_learning_rate(method, module, flags, warmup):
         assert module.learning_rate(args, epoch) == pytest.approx(expected, rel=1e-12), f"epoch {epoch}"
 
 
-@pytest.mark.parametrize("method, flags, peak, last", [  # of PatchMix, test_patchmix.py has others
+@pytest.mark.parametrize("method, flags, peak, last", [  # test_patchmix.py has more of PatchMix's
     ("jcl", "imagenet", 0.06, 0), ("jcl", "imagenet100", 0.1, 0), ("jcl", "imagenet --variant released", 0.03, 0),
     ("jcl", "cifar10", 0.06, 0), ("clim", "imagenet", 0.06, 0), ("clim", "cifar10", 0.06, 0),
     ("moco_jointcrop", "imagenet", 0.03, 0), ("moco_jointcrop", "imagenet --moco v1", 0.03, 0.0003),
@@ -48,7 +48,7 @@ def test_learning_rate(method, module, flags, warmup):
     ("patchmix", "cifar10", 4e-3, 1e-6), ("patchmix", "imagenet", 2e-3, 1e-6),
 ])  # fmt: skip
 def test_learning_rates_of_the_recipes(module, flags, peak, last):
-    """The highest and the final one are those of the sources, at their own batch sizes."""
+    """The peak and final learning rates are those of the sources, at their own batch sizes."""
     args = module.parse_args(["--dataset", *flags.split()])
     found = [module.learning_rate(args, epoch) for epoch in (args.warmup, args.epochs)]
     assert found == pytest.approx([peak, last], rel=1e-12)
@@ -76,8 +76,8 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
     first_and_last = [np.ravel(value)[[0, -1]] for value in (args.weight_decay, args.momentum or 0)]
     decay, momentum = ([between(*pair, done) for done in steps] for pair in first_and_last)
     groups = len([*given.values()][-1][0]) // 2
-    expected = [[lr, none] * (groups - 1) + [lr, decay]]  # of two groups the first has no decay
-    if method == "logo":  # the affinity moves first, by the peak, and then the encoder by its second optimizer
+    expected = [[lr, none] * (groups - 1) + [lr, decay]]  # the first of two groups has no decay
+    if method == "logo":  # first the affinity, at the peak, then the encoder by its second optimizer
         affinity = args.lr * args.batch_size / 256 + 0 * steps
         expected = [[affinity, decay], *([] if simsiam else [[lr, none]]), *expected]
     for ours, theirs in zip(given.values(), expected, strict=True):
@@ -88,7 +88,7 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
 
 
 def test_lars_without_weight_decay():
-    """The trust ratio of weights is |w| / |g|, times 0.001. Biases have none, although their group decays as little."""
+    """Weights have a trust ratio of 0.001 |w| / |g|. Biases have none, although their weight decay is 0, too."""
     parameters = torch.nn.ParameterList([torch.ones(3, 4), torch.ones(12)])
     optimizer = moco_jointcrop.lars(parameters, weight_decay=0.0)
     for group in optimizer.param_groups:

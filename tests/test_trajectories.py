@@ -1,7 +1,7 @@
-"""Trainings that match the authors': `main` on the views and weights of their own loops, 8 to 12 steps in float64.
+"""Tests `main` against the authors' training loops, on the same views and weights, for 8 to 12 steps in float64.
 
-golden/README.md says what the files trajectory_*.npz hold. Views and initial weights follow from seeds. The documented
-departures of the released code are put in here, with their numbers. Then all losses, weights and buffers have to agree.
+golden/README.md says what the files trajectory_*.npz hold. Seeds determine the views and initial weights. The methods
+are patched with the documented differences of the released code, by number. All losses, weights and buffers must agree.
 """
 
 import functools
@@ -24,11 +24,11 @@ import common
 JCL, MOCO = "jcl --lam-schedule ramp --lam 2 --num-keys", "moco_jointcrop --joint none --moco"
 CLIM, LOGO = "clim --selection none", "logo --local-crops 0 --one-way"
 PATCHMIX = "patchmix --arch vit_golden --num-heads 4 --drop-path 0 --variant released"
-# Golden file and run, and flags. The baseline of all queue methods is MoCo v2.
+# (golden file and run, flags). The baseline of all methods with a queue is MoCo v2.
 QUICK = [
     ("jcl/one_step_per_epoch", f"{JCL} 4"), ("mocov2/v2_one_step_per_epoch", f"{MOCO} v2"),
     ("mocov2/v2_one_step_per_epoch", CLIM), ("mocov3/constant", f"{MOCO} v3"),
-    ("logo/aligned", "logo --milestones 1"), ("patchmix/constant", PATCHMIX),  # 1: the learning rate never falls
+    ("logo/aligned", "logo --milestones 1"), ("patchmix/constant", PATCHMIX),  # at 1, the learning rate never falls
 ]  # fmt: skip
 RUNS = QUICK + [
     ("mocov2/v1", f"{MOCO} v1"), ("mocov2/v2", f"{MOCO} v2"), ("mocov2/v2_one_step_per_epoch", "jcl --num-keys 1"),
@@ -40,11 +40,11 @@ OF_TWO_PROCESSES = [
     ("two_processes/mocov2", f"{MOCO} v2"), ("two_processes/mocov2", CLIM), ("two_processes/mocov3", f"{MOCO} v3"),
     ("two_processes/jcl", f"{JCL} 3"), ("two_processes/logo", "logo --no-l2l"), ("two_processes/patchmix", PATCHMIX),
 ]  # fmt: skip
-LR_PER_EPOCH = ("jcl/released", "mocov2/v2", "two_processes/jcl", "two_processes/mocov2")  # released, not here
+LR_PER_EPOCH = ("jcl/released", "mocov2/v2", "two_processes/jcl", "two_processes/mocov2")  # only in the released code
 
 
 def initial(seed, name, tensor):
-    """Return the initial value of a tensor by its name; the momentum encoder's is that of the encoder."""
+    """Return the initial value of a tensor by its name. The momentum encoder has the same values as the encoder."""
     name = name.replace("momentum_", "")
     if name.endswith(("running_mean", "running_var", "num_batches_tracked", "position")):
         return tensor
@@ -60,20 +60,20 @@ def initial(seed, name, tensor):
 
 
 def views_of_step(seed, step, n, sizes):
-    """Return the views of a step, (n, 3, S, S) each: what all share, as squares, and half of noise of their own."""
+    """Return the views of a step, (n, 3, S, S) each: a pattern of squares that all share, plus weaker noise."""
     stream = np.random.RandomState((seed + 7919 * (step + 1)) % 2**32)
     shared = torch.from_numpy(stream.standard_normal((n, 3, 4, 4)))
     return [F.interpolate(shared, s) + torch.from_numpy(stream.standard_normal((n, 3, s, s))) / 2 for s in sizes]
 
 
 def probe(x):
-    """Return two numbers that tell an array: its norm, and its product with cos(1), cos(2), ..."""
+    """Return two numbers that identify an array: its norm, and its dot product with cos(1), cos(2), ..."""
     x = x.double().flatten()
     return torch.stack([x.norm(), x @ torch.cos(torch.arange(1.0, len(x) + 1, dtype=torch.float64))])
 
 
 class Lars(torch.optim.Optimizer):
-    """MoCo v3's LARS. timm's divides by |g| + wd |p|, this one by |g + wd p| (golden/README.md)."""
+    """MoCo v3's LARS, which divides by |g + wd p|. timm's divides by |g| + wd |p| (golden/README.md)."""
 
     def __init__(self, groups, lr=0.0, momentum=0.9, trust_coeff=0.001):
         super().__init__(groups, dict(lr=lr, momentum=momentum, trust_coeff=trust_coeff, weight_decay=0.0))
@@ -91,7 +91,7 @@ class Lars(torch.optim.Optimizer):
 
 
 def released_pos_embed(posemb, new_size, **_):
-    """The released interpolation of a ViT's position embedding: bicubic, without antialiasing, scale (n + 0.1) / n0."""
+    """Resample a ViT's position embedding as released: bicubic, without antialiasing, by the scale (n + 0.1) / n0."""
     prefix, grid = posemb[:, :1], posemb[:, 1:]
     side = math.isqrt(grid.shape[1])
     if (side, side) == tuple(new_size):
@@ -103,7 +103,7 @@ def released_pos_embed(posemb, new_size, **_):
 
 
 def flags_of(method, s):
-    """Return the flags that the settings of a run mean for a method. Learning rates are per 256 images."""
+    """Return a method's flags for the settings of a run. Learning rates are per 256 images."""
     n = s["batch_size"]
     values = dict(arch="resnet_golden", device="cpu", knn_every=0, workers=0, warmup=s.get("warmup_epochs", 0))
     values["lr"] = s["lr_at_256"] if "lr_at_256" in s else s["lr"] * 256 / n
@@ -124,7 +124,7 @@ def flags_of(method, s):
 
 
 def follow(patch, module, method, run, s, d):
-    """Put views, weights and documented departures into a method. Return the list that gets each step's loss."""
+    """Patch a method with views, weights and documented differences. Return a list that will get each step's loss."""
     losses, open_run = [], common.open_run
     patch.setitem(common.ARCHS, "resnet_golden", ("resnet18", dict(layers=(1, 1, 1, 1), channels=(8, 8, 16, 16))))
     patch.setitem(common.ARCHS, "vit_golden", ("vit_tiny_patch16_224", dict(embed_dim=32, depth=2, num_heads=4)))
@@ -151,7 +151,7 @@ def follow(patch, module, method, run, s, d):
     patch.setattr(common, "open_run", with_weights)
     if run in LR_PER_EPOCH or s.get("warmup_epochs", 0) > s["epochs"] / 4:
         patch.setattr(module, "learning_rate", lambda args, epoch: d["lr"][round(epoch * s["steps_per_epoch"])].item())
-    if s.get("momentum_cosine"):  # released: the momentum moves before a step, not after it
+    if s.get("momentum_cosine"):  # released: the momentum encoder is updated before a step, not after it
         moves = iter([*d["momentum_of_step"][1:].tolist(), 1.0])
         model = module.PatchMix if method == "patchmix" else module.MoCoBase
         patch.setattr(model, "update", lambda self, m, move=model.update: move(self, next(moves)))
@@ -161,18 +161,18 @@ def follow(patch, module, method, run, s, d):
         patch.setattr(module, "Affinity", functools.partial(module.Affinity, hidden=s["affinity_hidden"]))
     if method == "patchmix":
         local = d.get("local_permutations", [()] * len(d["loss"]))
-        steps = zip(d["permutations"], local, strict=True)  # D5: view 2 is mixed first, because it is the queries'
+        steps = zip(d["permutations"], local, strict=True)  # D5: view 2, of the queries, is mixed first
         shuffles = iter([torch.from_numpy(x) for views, crops in steps for x in (*views[::-1], *crops)])
         patch.setattr(module, "patch_mix", lambda *args, mix=module.patch_mix: mix(*args, next(shuffles)))
         patch.setattr(timm.models.vision_transformer, "resample_abs_pos_embed", released_pos_embed)
-    if "shuffles" in d:  # of the keys: two processes only
+    if "shuffles" in d:  # of the keys, with two processes only
         encode_shuffled_keys = module.encode_shuffled_keys
         per_step = torch.from_numpy(d["shuffles"]).split(len(d["shuffles"]) // len(d["loss"]))
         orders = iter([order for step in per_step for order in step[:2]])  # LoGo's third and fourth are of local crops
 
         def shuffled(encode, views):
             order = next(orders)
-            # Released: rows are of the main process first; here they are of the first view first
+            # Released: rows are ordered by process, then by view; here: by view, then by process
             location = torch.arange(len(order)).view(s["processes"], len(views), -1).transpose(0, 1).flatten()
             order = location.argsort()[order]
             with pytest.MonkeyPatch.context() as inside:
@@ -197,12 +197,12 @@ def follow(patch, module, method, run, s, d):
 
 
 def depart(patch, logo, s):
-    """Put LoGo's released D2, D3, D4 and D6 into logo.py."""
+    """Patch logo.py with the released code's D2, D3, D4 and D6."""
     update, forward, project, descend = logo.MoCo.update, logo.MoCo.forward, logo.MoCo.project, logo.descend
     passes, steps = itertools.count(), itertools.count()
 
-    def project_that_moves(self, x):  # D2: the momentum encoder moves before each of a step's two passes
-        if next(passes) % 6 == 0:  # of a step's six projections the first two are of the locals, for the affinity
+    def project_that_moves(self, x):  # D2: the momentum encoder is updated before each of a step's two passes
+        if next(passes) % 6 == 0:  # the first two of a step's six projections are of local crops, for the affinity
             update(self, s["momentum"])
         return project(self, x)
 
@@ -220,11 +220,11 @@ def depart(patch, logo, s):
     patch.setattr(logo.MoCo, "project", project_that_moves)
     patch.setattr(logo.MoCo, "forward", forward_that_moves)
     patch.setattr(logo, "descend", descend_with_decay)
-    patch.setattr(torch.Tensor, "roll", lambda x, *_: x.flip(0))  # D6; nothing else rolls here
+    patch.setattr(torch.Tensor, "roll", lambda x, *_: x.flip(0))  # D6; nothing else is rolled
 
 
 def load_golden(run):
-    """Return (settings, measurements) of a run: {name: number or array}."""
+    """Return a run's settings and measurements, {name: number or array} each."""
     file, run = run.split("/")
     arrays = np.load(ROOT / f"tests/golden/trajectory_{file}.npz")
     d = {name.partition("/")[2]: arrays[name] for name in arrays.files if name.startswith(f"{run}/")}
@@ -232,9 +232,9 @@ def load_golden(run):
     return s, d
 
 
-# They move by rounding alone; the projector's and predictor's means follow from them (golden/README.md)
+# These change only by rounding errors, and so do the projector's and predictor's means (golden/README.md)
 BY_ROUNDING = ("backbone.norm.bias", "attn.qkv.bias", "projector.1.running_mean", "predictor.1.running_mean")
-# Running statistics of batch norm, which training does not read, are of other passes there (golden/README.md)
+# Running statistics of batch norm, which do not affect training, come from other passes there (golden/README.md)
 OTHER_PASSES = {
     "logo": ("momentum_",), "logo/baseline": ("momentum_", "backbone"), "patchmix": ("momentum_projector",),
     "patchmix/itself": ("projector", "momentum_projector"), "two_processes": ("",),
@@ -242,7 +242,7 @@ OTHER_PASSES = {
 
 
 def train(out, run, flags):
-    """Train as a run of the authors' code was made. Return the losses of the steps."""
+    """Train with the settings of a run of the authors' code. Return the loss of each step."""
     (s, d), (method, *flags) = load_golden(run), flags.split()
     module = MODULES[method]
     with pytest.MonkeyPatch.context() as patch:
@@ -253,7 +253,7 @@ def train(out, run, flags):
 
 
 def check(out, run, losses):
-    """Compare a training with the authors'. Print the largest difference but for what moves by rounding alone."""
+    """Compare a run with the authors'. Print the largest difference, except of what changes only by rounding errors."""
     saved, (_, d) = tiny.load(out / "last.pt"), load_golden(run)
     state = saved["model"] | {f"affinity.{name}": x for name, x in saved.get("affinity", {}).items()}
     truth = torch.from_numpy(d["loss"])
@@ -262,7 +262,7 @@ def check(out, run, losses):
     for name, expected in zip(d["final_names"].tolist(), torch.from_numpy(d["final_probes"]), strict=True):
         if name.startswith(skipped) and "running" in name:
             continue
-        if run == "two_processes/logo" and name == "queue.keys":  # within a step's keys they are in another order
+        if run == "two_processes/logo" and name == "queue.keys":  # a step's keys are in another order
             continue
         limit = 1e-6 if name.endswith(BY_ROUNDING) else 1e-9
         found[name] = ((probe(state[name]) - expected).abs().max() / expected[0].clamp_min(1e-3), limit)
