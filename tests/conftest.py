@@ -1,4 +1,4 @@
-"""Shared by the tests: the project's root and tests/tools on the path, one thread, --slow, and small helpers."""
+"""Set the import path and a single thread for all tests, and define --slow and small helpers."""
 
 import gc
 import importlib
@@ -17,19 +17,19 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
 pytest_plugins = ["tiny"]  # its fixtures
-torch.set_num_threads(1)  # a second one would wait for whatever else runs, and round in another way
+torch.set_num_threads(1)  # a second one would wait for other programs and change the rounding
 METHODS = [*RECORDS]
-# (method, flags): each with its own model, and then those with another one.
+# (method, flags): all methods with their default models, then with the others, which these flags select.
 EACH_MODEL = [(m, "") for m in METHODS] + [(m, flags) for m in METHODS for flags in RECORDS[m].models if flags]
 VARIANTS = [(method, flags) for method in METHODS for flags in ("", *RECORDS[method].forms)]
-# timm's keywords of a ResNet for tests. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
+# timm's arguments for a small ResNet. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
 # convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512.
 NANO = dict(layers=(1, 1, 1, 1), channels=(8, 8, 8, 8))
-INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")  # of an encoder
+INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")  # an encoder's images
 
 
 def slow_but(quick, cases):
-    """All cases of a test; without --slow only those that are quick are tried."""
+    """Return all cases of a test as pytest parameters. Only the quick ones run without --slow."""
     rows = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
     return [pytest.param(*row, marks=[] if case in quick else pytest.mark.slow) for case, row in rows]
 
@@ -61,19 +61,19 @@ def _quiet(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     before = set(multiprocessing.active_children())
     yield
-    if set(multiprocessing.active_children()) - before:  # of loaders that an error kept: later, they would speak up
+    if set(multiprocessing.active_children()) - before:  # an error kept a loader's workers, which would warn later
         gc.collect()
 
 
 @pytest.fixture
 def module(method):
-    """Of a test's parameter `method`."""
+    """Return the module of a test's parameter `method`."""
     return MODULES[method]
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A test's own folder, as the current one."""
+    """Make the test's temporary folder the current one, and return it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -83,25 +83,25 @@ def generator(seed=0):
 
 
 def unit(*shape, seed=0, grad=False):
-    """Random float64 rows of unit length."""
+    """Return random float64 rows of unit length."""
     x = torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
     return torch.nn.functional.normalize(x, dim=-1).requires_grad_(grad)
 
 
 def random_views(count, n, size=16):
-    """Views of n images as a model takes them, in float64."""
+    """Return `count` random views of n images, in float64, as a model takes them."""
     return list(torch.randn(count, n, 3, size, size, dtype=torch.float64, generator=generator(1)))
 
 
 def assert_same(ours, theirs, *inputs):
-    """Assert that two losses, and their gradients by these inputs, are the same but for the rounding of float64."""
+    """Assert that two losses, and their gradients with respect to the inputs, are equal up to float64 rounding."""
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     gradients = (torch.autograd.grad(x, inputs, retain_graph=True, materialize_grads=True) for x in (ours, theirs))
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
 
 
 def info_nce(q, k, queue, temperature):
-    """InfoNCE in a slow form, query by query: the key of a query's own row, and all rows of the queue."""
+    """Return InfoNCE, computed query by query. The key in the same row is the positive; the queue has the negatives."""
     total = 0.0
     for i in range(len(q)):
         positive = torch.exp(q[i] @ k[i] / temperature)
@@ -110,7 +110,7 @@ def info_nce(q, k, queue, temperature):
 
 
 def ks(sample, other=None):
-    """Kolmogorov-Smirnov distance to a sample, or the uniform distribution, times sqrt(size): rarely above 2."""
+    """Return the Kolmogorov-Smirnov distance to another sample or U(0, 1), times sqrt(size). It rarely exceeds 2."""
     sample = np.sort(np.ravel(sample))
     if other is None:
         uniform, steps = sample.clip(0, 1), np.linspace(0, 1, len(sample) + 1)
@@ -122,13 +122,13 @@ def ks(sample, other=None):
 
 
 def values(module, flags, names):
-    """What a method's parse_args makes of flags, of these names."""
+    """Return the values of these names after a method's parse_args has parsed the flags."""
     args = module.parse_args(flags.split())
     return [getattr(args, name) for name in names.split()]
 
 
 class Pictures(torch.utils.data.Dataset):
-    """Images of an array (n, H, W, 3) as a dataset."""
+    """A dataset of the images in an array (n, H, W, 3)."""
 
     def __init__(self, array, targets=None, classes=()):
         self.array, self.classes = array, classes
@@ -142,14 +142,14 @@ class Pictures(torch.utils.data.Dataset):
 
 
 class Blank(Pictures):
-    """n black images of a size, all of one class."""
+    """A dataset of n black images, size x size, all of one class."""
 
     def __init__(self, n, size=8):
         super().__init__(np.broadcast_to(np.uint8(0), (n, size, size, 3)), classes=["black"])
 
 
 def first_call(function, module, flags="", train=None):
-    """What `main` gives to a function, "MODULE.NAME", in the first call, which ends it."""
+    """Run `main` until it calls a function, "MODULE.NAME", and return the positional arguments of that call."""
     args = module.parse_args([*flags.split(), "--device", "cpu"])
     with mock.patch(function, side_effect=InterruptedError) as called, pytest.raises(InterruptedError):
         module.main(args, train=Blank(args.batch_size) if train is None else train)
@@ -157,13 +157,13 @@ def first_call(function, module, flags="", train=None):
 
 
 def state_of(module, flags="", train=None):
-    """What `main` trains and saves, as it begins: {name: module, optimizer or tensor}."""
+    """Return the initial state of what `main` trains and saves, {name: module, optimizer or tensor}."""
     return first_call("common.open_run", module, flags, train)[2]
 
 
 @pytest.fixture
 def double():
-    """float64 throughout, so that a difference is an error and not rounding."""
+    """Use float64 by default, so that a difference is an error and not rounding."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -1,4 +1,4 @@
-"""Views: color operations against torchvision's, their draws, each method's order, and that no two draws are equal."""
+"""Augmentations match torchvision's and the papers' pipelines. Their draws are independent and well distributed."""
 
 import inspect
 import itertools
@@ -15,7 +15,7 @@ from tiny import run
 import common
 
 ADJUST = ("brightness", "contrast", "saturation", "hue")
-OPERATIONS = {  # name: (ours, of images and the share that it changes, all alike; torchvision's, of all images)
+OPERATIONS = {  # name: (our function of images and p; torchvision's, which changes all images)
     "horizontal_flip": (common.horizontal_flip, TF.horizontal_flip),
     "grayscale": (common.grayscale, lambda x: TF.rgb_to_grayscale(x, 3)),
     "solarize": (common.solarize, lambda x: TF.solarize(x, 0.5)),
@@ -30,7 +30,7 @@ def noise(n, height=20, width=17, seed=0):
 
 @pytest.fixture
 def changes(monkeypatch):
-    """A list that gets (name, factors) of each change of a jitter, in the order in which they are made."""
+    """Return a list to which each adjustment in `color_jitter` appends (name, factors), in the order of the calls."""
     changes = []
     for name in ADJUST:
 
@@ -43,7 +43,7 @@ def changes(monkeypatch):
 
 
 def test_jitter_is_torchvisions_by_each_images_factors(changes):
-    """In many orders, and in batches of one or two images. Also of gray, black, white and pure colors."""
+    """Jittered images match torchvision's in random orders and small batches, even if gray or of pure colors."""
     for n in [1, 2, 24] * 12:
         x = noise(n, seed=n)
         x[4:8], x[8:16] = x[4:8, :1].clone(), x[8:16].round()
@@ -57,14 +57,14 @@ def test_jitter_is_torchvisions_by_each_images_factors(changes):
             adjust = getattr(TF, f"adjust_{name}")
             theirs = [adjust(image, factor) for image, factor in zip(theirs, factors.tolist(), strict=True)]
         torch.testing.assert_close([*y[drawn]], theirs, rtol=0, atol=2e-5)
-        half, angle = x.half(), torch.full((n, 1, 1, 1), 0.25)  # gray pixels have no hue, also in half precision
+        half, angle = x.half(), torch.full((n, 1, 1, 1), 0.25)  # gray pixels stay gray, even in half precision
         ours, theirs = common.adjust_hue(half, angle.half()), common.adjust_hue(half.float(), angle)
         torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17), (9, 2), (1, 7), (1, 1)])
 def test_blur_is_torchvisions_by_each_images_sigma(shape):
-    """Cut off at four of the largest sigmas, or where an image is too small to be mirrored. Two are not blurred."""
+    """Each blurred image matches torchvision's. The radius is 4 times the largest sigma, or less in small images."""
     x, p = noise(9, *shape).double(), torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1])
     sigma = torch.tensor([0.1, 0.5, 1.0, 1.3, 2.0, 2.0, 3.0, 0.0, 0.7], dtype=torch.float64)
     kernel = 2 * min(12, shape[0] - 1, shape[1] - 1) + 1
@@ -79,7 +79,7 @@ def test_blur_is_torchvisions_by_each_images_sigma(shape):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_image_is_drawn_with_probability_p(name):
-    """It is changed as by torchvision. The others keep all their bits. Two operations draw different images."""
+    """Each image changes with probability p, as in torchvision, independently of its neighbors and of other calls."""
     (operation, theirs), n, x = OPERATIONS[name], 4000, noise(4000, 4, 4)
     before, found = x.clone(), []
     for p in (0.0, 0.2, 1.0, 0.5, 0.5):
@@ -91,7 +91,7 @@ def test_an_image_is_drawn_with_probability_p(name):
             torch.testing.assert_close(y[drawn], theirs(x[drawn]), rtol=0, atol=4e-6)
         found.append(drawn.double())
     *_, one, two = found
-    for a, b in (one, two), (one[1:], one[:-1]):  # of two operations, of neighbors
+    for a, b in (one, two), (one[1:], one[:-1]):  # two calls, and neighbors in a batch
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 4 / n**0.5
 
 
@@ -113,7 +113,7 @@ def test_all_orders_of_a_jitter_are_equally_likely(changes, n=2400):
 
 
 def test_sigmas_of_a_blur_are_uniform(n=4000):
-    """Of a bright point only its share of the light remains, which tells sigma."""
+    """The sigmas are uniform. The brightness that is left at a single bright point reveals the sigma of its blur."""
     x = torch.zeros(n, 3, 17, 17)
     x[:, :, 8, 8] = 1
     ours, theirs = (common.gaussian_blur(x, sigma)[:, 0, 8, 8] for sigma in ((0.5, 2.0), 0.5 + 1.5 * torch.rand(n)))
@@ -122,7 +122,7 @@ def test_sigmas_of_a_blur_are_uniform(n=4000):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """A list that gets (name, arguments besides the images) of each operation. Here they all add 1 to the images."""
+    """Make all operations add 1 to the images. Return a list to which they append (name, their other arguments)."""
     calls = []
     for name in OPERATIONS:
 
@@ -143,7 +143,7 @@ TRAININGS = {method: record.four_views for method, record in RECORDS.items() if 
 
 @pytest.mark.parametrize("method, flags, view, jitter, blur, solarize_p", ON_IMAGENET)
 def test_augment_calls_the_operations_of_the_paper(method, module, flags, view, jitter, blur, solarize_p, calls):
-    """In its order and with its values. Each takes what the one before returns, and the result is normalized."""
+    """The operations run in the paper's order with its values, one after the other, and the result is normalized."""
     x, args = (noise(2, 4, 4) * 256).byte(), module.parse_args(["--dataset", "imagenet", *flags.split()])
     more = [] if view is None else [view, torch.tensor(DRAWN[0])] if blur == DRAWN else [view]  # as main passes them
     y = module.augment(x, args, *more)
@@ -154,7 +154,7 @@ def test_augment_calls_the_operations_of_the_paper(method, module, flags, view, 
 
 
 class Same(Blank):
-    """One large image again and again, so that two crops are equal only if their boxes are. Blue is its number."""
+    """A dataset that repeats one large image, so crops are equal only if their boxes are. Blue encodes the index."""
 
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (250, 250, 3), dtype=np.uint8))
 
@@ -163,16 +163,17 @@ class Same(Blank):
 
 
 def draws_of(method, out, *flags, rank=0):
-    """Train for two epochs of two steps, as one of two processes. Return what each call of `augment` gets and draws.
+    """Train for two epochs of two steps as one of two processes. Return what each call of `augment` takes and draws.
 
-    It is [numbers, crops, colors, sigmas if any] of its images, bytes but for numbers; colors of one picture, jittered.
+    Each entry is [indices, crops, colors, sigmas if any], with one value per image, as bytes except for the indices.
+    The colors are those of one fixed picture, augmented once per image.
     """
     module, made, views = MODULES[method], [], []
     augment, jitter, x = module.augment, common.color_jitter, (noise(1, 16, 16) * 256).byte()
 
     def record(crops, args, *more):
         colored = augment(x.expand_as(crops), args, *more)
-        parts = crops[:, :2], colored, *more[1:]  # more: the number of the view, and sigmas
+        parts = crops[:, :2], colored, *more[1:]  # more: the view's number and the sigmas, if any
         made.append([crops[:, 2, 0, 0].tolist(), *([row.numpy().tobytes() for row in part] for part in parts)])
         views.extend(more[:1])
         return colored
@@ -189,7 +190,7 @@ def draws_of(method, out, *flags, rank=0):
 
 
 def images_of(made):
-    """Return the numbers of the images of each epoch, of two steps. The first two views of a step show the same."""
+    """Return the image indices of both epochs. Assert that the first two views of each step show the same images."""
     assert all(made[i][0] == made[i + 1][0] for i in range(0, 16, 4))
     return [made[i][0] + made[i + 4][0] for i in (0, 8)]
 
@@ -197,13 +198,13 @@ def images_of(made):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("method, workers", slow_but([("jcl", 0), ("clim", 2)], itertools.product(TRAININGS, (0, 2))))
 def test_no_two_draws_are_equal(method, workers, _tiny, tmp_path):
-    """Of images, views, steps, workers, epochs, processes and seeds."""
+    """Crops, colors and sigmas differ between images, views, steps, workers, epochs, processes and seeds."""
     flags, others = ["--workers", workers], []
     found = draws_of(method, tmp_path / "one", *flags)
     if workers == 0:
         others = draws_of(method, tmp_path / "two", *flags, rank=1)
         for images in zip(images_of(found), images_of(others), strict=True):
-            assert sorted(sum(images, [])) == [*range(32)]  # each process has its part
+            assert sorted(sum(images, [])) == [*range(32)]  # each image is in one process
         others += draws_of(method, tmp_path / "three", *flags, "--seed", 1)
     assert images_of(found)[0] != images_of(found)[1]
     for parts in [*zip(*found, *others, strict=True)][1:]:
@@ -212,12 +213,12 @@ def test_no_two_draws_are_equal(method, workers, _tiny, tmp_path):
 
 
 def test_the_picture_of_the_views(tmp_path):
-    """Twelve images of a view in a row, enlarged to 96 px, as they were before they were normalized."""
+    """Each row of the picture has twelve images of a view, enlarged to 96 px, without the normalization."""
     x, norm = (noise(14, 48, 48) * 256).byte(), common.NORMS["cifar10"]
     views = [common.normalize(view / 255, *norm) for view in (x, x[:, :, :24, :24].flip(0))]
     common.save_views(tmp_path / "views.png", views, ["one", "two"], "cifar10")
     picture = TF.pil_to_tensor(Image.open(tmp_path / "views.png"))
-    tiles = picture[:, 2:, 2:].unfold(1, 96, 98).unfold(2, 96, 98)  # with edges of two pixels
+    tiles = picture[:, 2:, 2:].unfold(1, 96, 98).unfold(2, 96, 98)  # the borders are two pixels wide
     assert tiles.shape == (3, 2, 12, 96, 96)
     assert torch.equal(tiles[:, 0, :, ::2, ::2], x[:12].transpose(0, 1))
     assert torch.equal(tiles[:, 1, :, ::4, ::4], x[:, :, :24, :24].flip(0)[:12].transpose(0, 1))

@@ -1,4 +1,4 @@
-"""clim.py against slow references written from the paper (Eq. 1-6, App. A.2), and its limit cases."""
+"""clim.py matches slow references written from the paper (Eq. 1-6, App. A.2), also in limit cases."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ import common
 
 
 def points(kind, n, dims=3, seed=0):
-    """Rows of float64: normal, on a coarse grid (distances tie, all sums are exact), repeated, all equal."""
+    """Return float64 rows: normal, on a coarse grid (distances tie, and sums are exact), repeated, or all equal."""
     g = generator(seed)
     if kind == "normal":
         return torch.randn(n, dims, dtype=torch.float64, generator=g)
@@ -26,7 +26,7 @@ def points(kind, n, dims=3, seed=0):
 
 
 def eq4(q, k_anchor, k_positive, queue, tau, lam):
-    """Eq. 4, image by image; lam: a number per image."""
+    """Return the loss of Eq. 4, computed image by image. lam: a number per image."""
     total = 0.0
     for share, one, own, other in zip(lam, q[:, None], k_anchor[:, None], k_positive[:, None], strict=True):
         total = total + share * info_nce(one, own, queue, tau) + (1 - share) * info_nce(one, other, queue, tau)
@@ -42,7 +42,7 @@ def test_clim_loss_is_eq4(tau, lam):
 
 
 def test_nearest_neighbors():
-    """Exact ones of tight clusters, in float32 and far from 0, too. In chunks, of some rows. Not the row itself."""
+    """Neighbors are exact in tight clusters, in float32, far from 0 and over chunks, and exclude the row itself."""
     tight = F.normalize(unit(3, 16)[torch.arange(300) % 3] + 1e-4 * points("normal", 300, 16), dim=1)
     cases = [(points("normal", 7), 100), (points("repeated", 9), 4), (tight, 5), (tight.float(), 5), (tight + 9, 5)]
     for x, k in cases:
@@ -54,7 +54,7 @@ def test_nearest_neighbors():
 
 
 def clustered(x, m, iterations, seed=0):
-    """(centers of kmeans, sum of squared distances to the assigned centers, which have to be the nearest)."""
+    """Run k-means. Assert that each row has its nearest center, and return (centers, sum of squared distances)."""
     centers, assignment = clim.kmeans(x, m, iterations, generator(seed))
     assert centers.shape == (min(m, len(x)), x.shape[1]) and assignment.shape == (len(x),)
     distances = (x[:, None] - centers).square().sum(2)
@@ -65,13 +65,13 @@ def clustered(x, m, iterations, seed=0):
 
 @pytest.mark.parametrize("iterations, far", [(1, 0.0), (2, 0.0), (6, 0.0), (6, 1e8)])
 def test_kmeans_is_lloyds_algorithm(iterations, far):
-    """It begins at rows. Far from 0, too, where 1e-8 is the last digit."""
+    """The centers start at rows and follow Lloyd's algorithm, even far from 0, where the last digit is about 1e-8."""
     x, atol = far + points("normal", 60) + 4 * points("grid", 60, seed=10).sign(), 1e-7 if far else 1e-12
     start, ours = (clustered(x, 5, steps)[0] for steps in (0, iterations))
     row = (x - start[:, None]).abs().amax(2).min(1)
     assert len({*row.indices.tolist()}) == 5 and row.values.max() <= atol
     expected = start
-    for _ in range(iterations):  # no cluster comes out empty here
+    for _ in range(iterations):  # no cluster becomes empty here
         nearest = (x[:, None] - expected).square().sum(2).argmin(1)
         expected = torch.stack([x[nearest == j].mean(0) for j in range(5)])
     torch.testing.assert_close(ours - far, expected - far, rtol=1e-9, atol=atol)
@@ -79,13 +79,13 @@ def test_kmeans_is_lloyds_algorithm(iterations, far):
 
 @pytest.mark.parametrize("kind, n, m", [("repeated", 15, 5), ("repeated", 15, 9), ("equal", 6, 3), ("normal", 3, 50)])
 def test_kmeans_as_many_clusters_as_points(kind, n, m):
-    """A cluster that comes out empty finds a point that has none of its own, so every point ends as a center."""
+    """An empty cluster restarts at the point that is farthest from its center, so every point ends at a center."""
     for seed in range(5):
         assert clustered(points(kind, n), m, 10, seed)[1] < 1e-20
 
 
 def obeys(chosen, i, neighbors, x, centers, assignment):
-    """Whether the chosen positives of row i are what Eq. 2 and App. A.2 make of these neighbors."""
+    """Return whether Eq. 2 and App. A.2 allow the chosen positives of row i, given its neighbors."""
     center = centers[assignment[i]]
     omega1 = {j for j in range(len(x)) if assignment[j] == assignment[i]}
     omega_p = {j for j in omega1 & set(neighbors) if torch.dist(x[j], center) <= torch.dist(x[i], center)}
@@ -97,7 +97,7 @@ def obeys(chosen, i, neighbors, x, centers, assignment):
         nearest = sorted(torch.dist(x[i], x[j]) for j in neighbors if j not in omega_p)[: size - len(omega_p)]
         right = omega_p <= set(chosen) <= set(neighbors) and topped_up == nearest
     times = [chosen.count(j) for j in set(chosen)]
-    return right and max(times) - min(times) <= 1  # too few are repeated, all alike
+    return right and max(times) - min(times) <= 1  # if there are too few, all are repeated about equally often
 
 
 @pytest.mark.parametrize("kind, n, clusters, k, count", [
@@ -116,8 +116,8 @@ def test_select_positives_is_eq2(kind, n, clusters, k, count):
 
 
 def test_select_positives_is_uniform():
-    """3 of 8 candidates: each is chosen alike, in each place."""
-    x, g = torch.arange(10.0)[:, None], generator(0)  # anchor 8; 9 is farther from the center, 0
+    """If 3 of 8 candidates are selected, each is equally likely in each place."""
+    x, g = torch.arange(10.0)[:, None], generator(0)  # row 8 is the anchor; row 9 is farther from the center, 0
     center, assignment = torch.zeros(1, 1), torch.zeros(10, dtype=torch.int64)
     neighbors = clim.nearest_neighbors(x, 9)
     rows = torch.stack([clim.select_positives(x, center, assignment, neighbors, 3, g)[8] for _ in range(2000)])
@@ -127,14 +127,14 @@ def test_select_positives_is_uniform():
 
 
 def test_other_members_of_a_cluster():
-    """Never the image itself (D1). Who is alone in a cluster gets any other image."""
+    """An image is never drawn for itself (D1). If it is alone in its cluster, it gets any other image."""
     found = clim.random_members(torch.tensor([0, 1, 1, 0, 2]), 200)
     assert [{*row} for row in found.tolist()] == [{3}, {2}, {1}, {0}, {0, 1, 2, 3}]
 
 
 @pytest.mark.parametrize("lam, height, width", [(0.0, 5, 5), (0.2, 6, 8), (0.81, 6, 8), (1.0, 5, 5)])
 def test_cutmix(lam, height, width):
-    """Every box of CutMix's rand_bbox, as often as it draws it, in all images; the share that is left, to the pixel."""
+    """Boxes occur as often as in CutMix's rand_bbox, equal in all images, and the returned fraction is exact."""
     x, partner, g = torch.rand(2, 3, height, width) / 2, 0.5 + torch.rand(2, 3, height, width) / 2, generator(0)
     n, count, expected = 3000, Counter(), Counter()
     for _ in range(n):
@@ -158,7 +158,7 @@ def test_cutmix(lam, height, width):
 
 
 def data_set(flags=""):
-    """The dataset that `main` gives to its loader, of images whose red is their index; green, blue are coordinates."""
+    """Return the dataset that `main` passes to its loader. Red is the image's index; green and blue are coordinates."""
     index, x, y = np.meshgrid(np.arange(40), 8 * np.arange(32), 8 * np.arange(32), indexing="ij")
     images = Pictures(np.stack([index, x, y], 3).astype(np.uint8))
     return first_call("clim.DataLoader", clim, f"--batch-size 8 --image-size 16 {flags}", images)[0]
@@ -169,7 +169,7 @@ def data_set(flags=""):
     ("--local-crops 2 --local-size 8 --same-crop", 4),
 ])  # fmt: skip
 def test_views_of_the_image_and_of_its_positive(flags, others):
-    """Of one positive in the image's row, once these are chosen. With --same-crop a key has the crop of its query."""
+    """Once positives are chosen, items also have views of one of them. With --same-crop, key and query share a crop."""
     images, own, equal = data_set(flags), [16, 16, 8, 8][: max(2, others)], Counter()
     table = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
     views, none = images[7]
@@ -188,8 +188,8 @@ def test_views_of_the_image_and_of_its_positive(flags, others):
 
 def test_positives_are_drawn_uniformly_and_anew_each_time():
     images, n = data_set("--mix none"), 1000
-    images.positives.copy_(torch.arange(10).expand(40, -1))  # a positive is the number of its column
-    drawn = torch.tensor([images[3][1][0][0].unique().item() for _ in range(n)])  # the red of a view of it
+    images.positives.copy_(torch.arange(10).expand(40, -1))  # the positive in column j is image j
+    drawn = torch.tensor([images[3][1][0][0].unique().item() for _ in range(n)])  # the red of its view
     assert (drawn.bincount(minlength=10) - n / 10).abs().max() < 5 * math.sqrt(n / 10)  # image 0 is a positive, too
     assert (drawn[1:] == drawn[:-1]).double().mean().item() == pytest.approx(0.1, abs=0.04)
 
@@ -204,11 +204,11 @@ def model_of(sizes=(16,)):
 
 @pytest.mark.parametrize("keys, sizes, local_crops", [(1, (16, 12), 0), (2, (16, 12), 2), (2, (16, 16), 1)])
 def test_forward_is_eq6(keys, sizes, local_crops):
-    """Eq. 4 (of one key per image Eq. 1) over all pairs of sizes, and of local crops with the large views' keys."""
+    """The loss sums Eq. 4 (or Eq. 1) over all pairs of sizes, and over local crops with keys of the largest size."""
     model, (query, *key_views) = model_of(sizes), random_views(1 + keys, 8)
     crops, shares = random_views(local_crops, 8, size=8), [0.7, 0.9, 0.4][: 1 + local_crops]
-    model([query, *crops], shares, key_views)  # statistics of some batch
-    model.eval()  # so that an embedding is a function of its image
+    model([query, *crops], shares, key_views)  # updates the running statistics
+    model.eval()  # so that an embedding depends only on its image
     loss, enqueued, q, _ = model([query, *crops], shares, key_views)
 
     def resized(x, i):
@@ -225,7 +225,7 @@ def test_forward_is_eq6(keys, sizes, local_crops):
 
 
 def test_mix_queries():
-    """Query and local crop have a box each, the same in all images. A share is what is left. Without partners: none."""
+    """Each view has one box for all images, and its share is the fraction left. Without partners, nothing is mixed."""
     views = random_views(4, 8)
     queries, partners = views[:2], views[2:]
     mixed, shares = clim.mix_queries(queries, partners, 2.0)
@@ -244,7 +244,7 @@ def test_each_share_is_drawn_from_beta(monkeypatch):
     for _ in range(150):
         clim.mix_queries([None] * 2, [None] * 2, 0.5)
     assert len({*shares}) == 300
-    assert ks(2 / np.pi * np.arcsin(np.sqrt(shares))) < 1.95  # far beyond 0.1 %
+    assert ks(2 / np.pi * np.arcsin(np.sqrt(shares))) < 1.95  # a larger value has a probability of 0.1%
 
 
 @pytest.mark.parametrize("selection, count, flags", [
@@ -252,12 +252,12 @@ def test_each_share_is_drawn_from_beta(monkeypatch):
     ("center", 3, "--knn-k 6 --num-clusters 4"),
 ])  # fmt: skip
 def test_choose_positives(selection, count, flags, monkeypatch, capsys):
-    """Table 6: what each choice may contain, and all of it if there is room, by the momentum encoder's embeddings."""
+    """Each selection (Table 6) gives exactly the images that it should, by the momentum encoder's embeddings."""
     clusters, kmeans = [], clim.kmeans
     monkeypatch.setattr(clim, "kmeans", lambda *a, **b: clusters.append(kmeans(*a, **b)) or clusters[0])
     args = clim.parse_args(f"--image-size 16 --selection {selection} --num-positives {count} {flags}".split())
     images, model, (query, key) = common.Patterns(30, 16, 0), model_of().float(), random_views(2, 8)
-    model([query.float()], [1.0], [key.float()])  # statistics of some batch
+    model([query.float()], [1.0], [key.float()])  # updates the running statistics
     table = clim.choose_positives(args, model, images, INFO, torch.device("cpu"))
     assert model.momentum_backbone.training and table.shape == (30, count)
     labels = torch.as_tensor(images.targets)
@@ -284,7 +284,7 @@ def test_the_clusters_of_a_folder_are_one_per_128_images(monkeypatch):
     monkeypatch.setattr(clim, "kmeans", lambda x, m: asked.append(m) or kmeans(x, m))
     args = clim.parse_args("--dataset folder --selection kmeans --image-size 16".split())
     for count in (100, 128, 1300):
-        images = [*Blank(count, 16)]  # which have no targets
+        images = [*Blank(count, 16)]  # a list has no targets
         clim.choose_positives(args, model_of().float(), images, INFO, torch.device("cpu"))
     assert asked == [1, 1, 10]
 
@@ -302,7 +302,7 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp
     ("--image-size 16 8 --lr 0.0075", False),
 ])  # fmt: skip
 def test_that_std_may_rise_slowly_is_said_at_once(flags, is_said, tmp_path):
-    """Of a loss with several terms and one term's learning rate, without a warmup, as on ImageNet."""
+    """A hint is printed if a loss of several terms has the learning rate of one, without warmup, as on ImageNet."""
     flags = f"--arch resnet_micro --warmup 0 --clim-start 0 --num-clusters 4 --epochs 1 {flags}"
     assert ("--warmup 1" in tiny.run("clim", tmp_path, *flags.split(), train=Blank(16))) == is_said
 

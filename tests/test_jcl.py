@@ -1,4 +1,4 @@
-"""jcl.py against the paper: Eq. 8 with an explicit covariance, the bound of Eq. 5-7, and Eq. 3."""
+"""jcl.py matches the paper: Eq. 8 with an explicit covariance, the bound of Eq. 5-7, and Eq. 3."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import jcl
 
 
 def eq8(q, k, queue, tau, lam):
-    """Eq. 8-9 image by image, Sigma as a matrix (Algorithm 1, lines 7-10)."""
+    """Return the loss of Eq. 8-9, computed image by image, with Sigma as a matrix (Algorithm 1, lines 7-10)."""
     losses = []
     for i in range(len(q)):
         mu, sigma = k[i].mean(0), torch.cov(k[i].T, correction=0)
@@ -28,12 +28,12 @@ def test_jcl_loss_is_eq8(keys, tau, lam):
 
 @pytest.mark.parametrize("spread", [0.05, 0.2, 0.5, 0.0])
 def test_bound_on_the_expectation_eq6(spread):
-    """At lambda = 1 Eq. 8 is never below Eq. 6 with keys from N(mu, Sigma), and meets it for equal keys."""
+    """With lambda = 1, Eq. 8 is never below Eq. 6 for keys from N(mu, Sigma), and equals it if all keys are equal."""
     g = generator()
     q, queue = unit(1, 6), unit(9, 6, seed=10)
     k = F.normalize(unit(1, 1, 6, seed=20) + spread * torch.randn(1, 5, 6, dtype=torch.float64, generator=g), dim=-1)
     mu, centered = k[0].mean(0), k[0] - k[0].mean(0)
-    noise = torch.randn(400_000, 5, dtype=torch.float64, generator=g) @ centered / 5**0.5  # Sigma
+    noise = torch.randn(400_000, 5, dtype=torch.float64, generator=g) @ centered / 5**0.5  # its covariance is Sigma
     positive = (mu + noise) @ q[0] / 0.2
     samples = torch.logaddexp(positive, torch.logsumexp(queue @ q[0] / 0.2, 0)) - positive
     bound, error = jcl.jcl_loss(q, k, queue, 0.2, 1.0), 4 * samples.std() / len(samples) ** 0.5
@@ -44,7 +44,7 @@ def test_bound_on_the_expectation_eq6(spread):
 
 @pytest.mark.parametrize("flags", ["", "--vanilla"])
 def test_forward_is_eq8_or_eq3(flags):
-    """Of this batch's keys, which were shuffled. --vanilla is the average of Eq. 2 over the keys."""
+    """The loss is Eq. 8 with the keys from ShuffleBN. With --vanilla it is Eq. 3, the average of Eq. 2 over keys."""
     model = state_of(jcl, f"{flags} --arch resnet_micro --batch-size 8 --num-keys 3 --bn-groups 2")["model"].double()
     x, queue, tau = random_views(4, 8, size=32), model.queue.keys, 0.2
     torch.manual_seed(1)

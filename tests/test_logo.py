@@ -1,4 +1,4 @@
-"""logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, written plainly."""
+"""logo.py matches plain versions of the supplement's Eq. 4, the main text's losses and Algorithm 1."""
 
 import functools
 import itertools
@@ -16,13 +16,13 @@ import logo
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch, double):
-    """float64 throughout, and a very small ResNet."""
+    """Use float64 throughout, and define a very small ResNet."""
     monkeypatch.setitem(common.ARCHS, "nano", ("resnet18", dict(NANO, zero_init_last=False)))
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 def omega(affinity, a, b, noise, form):
-    """What the affinity minimizes: minus Eq. 4, or the released logistic form."""
+    """Return what the affinity minimizes: minus Eq. 4, or the released logistic form."""
     n, (x, y) = len(a), (0, 0) if noise is None else noise
     before = [i - 1 for i in range(n)]  # the negative of each row; -1 is the last row
     positive, negative = affinity(a + x, b + y), affinity(a, b[before])
@@ -36,11 +36,11 @@ def omega(affinity, a, b, noise, form):
 @pytest.mark.parametrize("form", ["logistic", "linear"])
 @pytest.mark.parametrize("noisy", [True, False])
 def test_affinity_loss(form, noisy):
-    """Of an odd batch. Its gradient reaches the affinity and not the locals. test_golden.py has the affinity itself."""
+    """The loss of an odd batch matches. Only the affinity, which test_golden.py tests by itself, gets a gradient."""
     a, b, noise = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), torch.randn(2, 5, 6) if noisy else None
     module = logo.Affinity(6, 10)
     for p in module.parameters():
-        nn.init.normal_(p)  # none is what it is at the start
+        nn.init.normal_(p)  # no parameter keeps its initial value
     ours = logo.affinity_loss(module, a, b, noise, form)
     assert_same(ours, omega(module, a.detach(), b.detach(), noise, form), *module.parameters())
     ours.backward()
@@ -55,13 +55,13 @@ def test_simsiams_projector(layers):
 
 
 def embed(model, x):
-    """What the affinity sees: L2-normalized, before SimSiam's predictor."""
+    """Return what the affinity takes: L2-normalized projections, before SimSiam's predictor."""
     return F.normalize(model.projector(model.backbone(x)), dim=1)
 
 
 def main_loss(args, model, views):
-    """L_gg and L_lg of views that pass one by one, and the globals' keys. The right sides are constants."""
-    constants = range(len(views) if args.pairs == "all" else 2)  # all, or the global crops
+    """Return L_gg and L_lg combined, and the global keys. Views are encoded one by one, and targets are constants."""
+    constants = range(len(views) if args.pairs == "all" else 2)  # all views, or the global crops
     pairs, keys = [(i, j) for i, j in itertools.product(range(len(views)), constants) if i != j], []
     if args.base == "simsiam":
         z = [model.projector(model.backbone(x)) for x in views]
@@ -87,7 +87,7 @@ def descend(optimizer, loss, max_norm=torch.inf):
 
 
 def algorithm1(args, model, affinity, batches, noises):
-    """A run in a plain way, the affinity first, then the encoder: each step's values, {metric: list}."""
+    """Train plainly: each step updates the affinity, then the encoder. Return each metric's values, {name: list}."""
     lr, norm, steps = args.lr * 16 / 256, 0.0, defaultdict(list)
     sgd = functools.partial(torch.optim.SGD, momentum=0.9)
     of_all = sgd([p for p in model.parameters() if p.requires_grad], lr, weight_decay=0.01)
@@ -96,7 +96,7 @@ def algorithm1(args, model, affinity, batches, noises):
     of_affinity = sgd(affinity.parameters(), affinity_lr, weight_decay=0.01)
 
     def dissimilarity(views, noise):
-        """L_ll by the affinity after its step."""
+        """Update the affinity, and return L_ll by the updated one."""
         a, b = (embed(model, x) for x in views[2:])
         loss = omega(affinity, a.detach(), b.detach(), noise, args.affinity_form)
         descend(of_affinity, loss)
@@ -129,19 +129,19 @@ RUNS += [f"--base {base} {flags}" for base in ("moco", "simsiam") for flags in (
 
 @pytest.mark.parametrize("flags", slow_but(QUICK, RUNS))
 def test_algorithm1(flags, tmp_path, monkeypatch):
-    """Three steps of `main`: the weights, queue and affinity of a slow reference. test_trajectories.py has others."""
+    """Three steps of `main` give the weights, queue and affinity of a slow reference, and the same metrics."""
     own = "--hidden 8" if "simsiam" in flags else "--queue 40 --momentum 0.9 --temperature 0.2 --bn-groups 4"
     line, views, noises = f"{SMALL} {own} {flags}", [], []
     args = logo.parse_args([*line.split(), "--out", str(tmp_path)])
     augment, affinity_loss = logo.augment, logo.affinity_loss
-    monkeypatch.setattr(torch, "randperm", lambda n, **_: (5 * torch.arange(n) + 3) % n)  # also ShuffleBN's
+    monkeypatch.setattr(torch, "randperm", lambda n, **_: (5 * torch.arange(n) + 3) % n)  # also for ShuffleBN
     monkeypatch.setattr(logo, "augment", lambda *given: views.append(augment(*given)) or views[-1])
     monkeypatch.setattr(logo, "affinity_loss", lambda *given: noises.append(given[3]) or affinity_loss(*given))
     train = common.Patterns(48, 16, 0)
     logo.main(args, train=train)
     batches = [views[i : i + len(views) // 3] for i in range(0, len(views), len(views) // 3)]
     saved, state = common.load_checkpoint(tmp_path / "last.pt"), state_of(logo, line, train=train)
-    assert state["l2l_optimizer"].param_groups[0]["lr"] == args.lr * 16 / 256  # for copies without main's schedule
+    assert state["l2l_optimizer"].param_groups[0]["lr"] == args.lr * 16 / 256  # copies may lack main's schedule
     assert len(noises) == 3 * args.l2l
     if args.affinity_form == "linear":
         assert noises == [None] * 3
@@ -184,7 +184,7 @@ def test_descend_leaves_unused_and_frozen_parameters_as_they_are():
 
 
 def test_gathered_rows_are_differentiated_once():
-    """A second derivative, as of a gradient penalty, would lack the other processes' part: it is an error."""
+    """A second derivative, as in a gradient penalty, is an error: it would lack the part of the other processes."""
     rows = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(logo.GatherWithGradient.apply, rows)
     (gradient,) = torch.autograd.grad(logo.GatherWithGradient.apply(rows).square().sum(), rows, create_graph=True)
