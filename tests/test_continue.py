@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed and resumed end as undisturbed ones: the same last.pt and records, bit for bit."""
+"""Runs that are stopped or killed, and resumed, end like uninterrupted ones: last.pt and records are identical."""
 
 import functools
 import itertools
@@ -22,21 +22,21 @@ NANO = "--arch resnet_nano"
 JCL = [*FLAGS, "--epochs", "3"]
 MORE = {"jcl": NANO, "moco_jointcrop --moco v3": NANO, "clim": "--clim-start 1 --refresh-every 2"}
 CASES = [f"{case} {MORE.get(case, '')}".strip() for case in (" ".join(words).strip() for words in EACH_MODEL)]
-# Flags of all starts; then, for each but the last, its end (see tiny.strike) and the epochs that last.pt has by then.
-# Then the epochs that lost their kNN, because the run was killed after their first save and before the second.
+# name: (flags of every start, [(the moment at which a start ends, see tiny.strike; epochs in last.pt by then), ...],
+# epochs that lost their kNN because the run was stopped between the epoch's first save and its second).
 SCENARIOS = {
     "in an epoch": ("", [("step 2", None), ("step 6", 1), ("step 4", 1), ("step 5", 2)], []),
     "in its kNN": ("", [("knn 1", 1), ("knn 2", 3)], [1, 3]),
     "two workers": ("--workers 2", [("step 6", 1)], []),
     "in CLIM's choice": ("--knn-every 0", [("choice 1", 1), ("choice 1", 1)], []),
 }
-ONLY = {"in CLIM's choice": CASES[2:3], "two workers": CASES[:3]}  # each Dataset: two files' own, and common.Views
+ONLY = {"in CLIM's choice": CASES[2:3], "two workers": CASES[:3]}  # they have all three Dataset classes
 DISTURBED = [(case, scenario) for scenario in SCENARIOS for case in ONLY.get(scenario, CASES)]
 
 
 @pytest.fixture(scope="module")
 def straight(_tiny, tmp_path_factory):
-    """A function: words -> the folder of the undisturbed run of three epochs, made once."""
+    """Return a function that makes the uninterrupted run of three epochs for `words`, once, and returns its folder."""
 
     @functools.cache
     def folder(words="jcl"):
@@ -59,29 +59,29 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, sc
 
 
 def test_ended_at_each_moment_in_turn(straight, tmp_path):
-    """The n-th start ends at its n-th step, write, flush, renaming or kNN, until one lasts. last.pt is always whole."""
+    """The n-th start ends at its n-th step, write, flush, rename or kNN, until one finishes. last.pt stays intact."""
     for number in itertools.count(1):
         status, said = life("jcl", [*JCL, "--keep-every", "1", "--out", tmp_path], f"anything {number}")
         if status == 0:
             break
         assert status == 130 and epochs_of(tmp_path) in (None, 1, 2, 3), said
-        (tmp_path / "last.pt.elsewhere.1.tmp").write_bytes(b"half")  # another host's, which is removed, too
-    assert number > 15 and not list(tmp_path.glob("*.tmp"))  # all moments of the first save, at least
+        (tmp_path / "last.pt.elsewhere.1.tmp").write_bytes(b"half")  # left by another host; it is removed, too
+    assert number > 15 and not list(tmp_path.glob("*.tmp"))  # at least all moments of the first save
     without_knn = [record["epoch"] for record in records(tmp_path) if "knn20_top1" not in record]
     assert_same_run(straight("jcl --keep-every 1"), tmp_path, without_knn)
 
 
 def test_ended_in_the_first_save_of_a_resumed_run(straight, tmp_path):
-    """In a new folder, which has earlier epochs and epoch-0003.pt before it has last.pt. The same command resumes."""
+    """The same command resumes a run that ended in its first save in a new folder, even before last.pt exists."""
     first = straight("jcl --keep-every 1")
     words = [*JCL, "--keep-every", "1", "--resume", first / "epoch-0002.pt", "--out", tmp_path]
-    ends = [life("jcl", words, f"save {number}")[0] for number in range(1, 16)]  # of config.json and of a save
+    ends = [life("jcl", words, f"save {number}")[0] for number in range(1, 16)]  # in config.json, then in a save
     models = [load(path)["model"] for path in (first / "last.pt", tmp_path / "last.pt", tmp_path / "epoch-0003.pt")]
     assert ends == [130] * 14 + [0] and tiny.unequal(*models[:2]) == tiny.unequal(*models[1:]) == []
 
 
 def lives(out, method, world, moment=""):
-    """Run a method in some processes, of which the first is killed at a moment. Return their exit statuses."""
+    """Run a method in `world` processes, the first of which is killed at a moment. Return their exit statuses."""
     each = [(method, [*FLAGS, "--out", out], moment if rank == 0 else "") for rank in range(world)]
     return [status for status, *_ in processes(f"{out}-log", tiny.play, each)]
 
@@ -100,7 +100,7 @@ def test_killed(tmp_path, method, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes, moment", [(1, "step 6"), (2, "")])
 def test_torchrun(tmp_path, nodes, moment):
-    """It restarts what is killed, here the second process. Two nodes are two agents that meet on this machine."""
+    """torchrun restarts a run whose second process is killed. Two nodes are two torchrun agents on this machine."""
     lives(tmp_path / "straight", "jcl", 2)
     words = f"--nnodes={nodes} --nproc_per_node={2 // nodes} --max-restarts={2 - nodes} --rdzv-id=one"
     words += f" --rdzv-backend=c10d --rdzv-endpoint=localhost:{tiny.get_free_port()} {tiny.__file__} jcl"
@@ -114,7 +114,7 @@ def test_torchrun(tmp_path, nodes, moment):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["jcl", "patchmix"])
 def test_resumed_by_another_number_of_processes(tmp_path, method):
-    """An epoch of one process, one of two, one of one. config.json has the last number."""
+    """One, two and one processes train the three epochs in turn. config.json always has the current number."""
     for epoch, world in enumerate((1, 2, 1), 1):
         words = [*FLAGS, "--knn-every", "0", "--epochs", 3, "--out", tmp_path / "run"]
         moment = f"step {STEPS + 1}" if epoch < 3 else ""
@@ -124,12 +124,12 @@ def test_resumed_by_another_number_of_processes(tmp_path, method):
 
 
 def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, capsys):
-    """One that was kept takes its place. What is lost or damaged beside it is written anew. A finished run stays."""
+    """A damaged last.pt is rejected. A kept checkpoint can replace it. Other lost or damaged files are rewritten."""
     life("jcl", [*JCL, "--keep-every", 1, "--out", tmp_path], "step 6")
     last, whole = tmp_path / "last.pt", (tmp_path / "last.pt").read_bytes()
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00\n[1]\nnull\n")
     (tmp_path / "backbone.pt").unlink()
-    for data in (whole[:-100], whole[:1000], b""):  # of single bits see below
+    for data in (whole[:-100], whole[:1000], b""):  # for single bits see the next test
         last.write_bytes(data)
         before = contents(tmp_path)
         assert str(last) in refused(capsys, run, "jcl", tmp_path, *JCL) and contents(tmp_path) == before
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, capsys):
 
 
 def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
-    """A changed bit is found by a checksum, also in the archive's directory, or it changes nothing that is loaded."""
+    """A flipped bit, even in the archive's directory, is either detected or changes nothing that is loaded."""
     state, path = dict(model=torch.nn.Linear(2, 3)), tmp_path / "last.pt"
     common.save_run(tmp_path, {}, None, state, [dict(epoch=1)])
     whole, wanted = path.read_bytes(), load(path)
@@ -154,11 +154,11 @@ def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
             assert tiny.unequal(common.load_checkpoint(path), wanted) == [], i
         except common.UsageError:
             found += 1
-    assert found > 300  # the rest is padding, and dates of files
+    assert found > 300  # the others are in padding and dates of files
 
 
 def test_resume_begins_another_folder(straight, tmp_path, capsys):
-    """With --resume FILE: the same weights and records. The same command again resumes in --out, not in FILE's run."""
+    """A run by --resume FILE ends like an uninterrupted one. Repeated, it resumes in --out and keeps FILE's run."""
     source, new = tmp_path / "source", tmp_path / "new"
     words = [*JCL, "--resume", source / "epoch-0001.pt", "--out", new]
     life("jcl", [*JCL, "--keep-every", 1, "--out", source], "step 5")
@@ -173,7 +173,7 @@ def test_resume_begins_another_folder(straight, tmp_path, capsys):
 
 @pytest.mark.parametrize("method", slow_but(["clim"], QUEUES))
 def test_resume_with_other_images(method, begun, tmp_path, capsys):
-    """And other flags, which are printed. The optimizer takes its own from these. CLIM's positives are chosen anew."""
+    """Changed images and flags are printed, the optimizer uses the new flags, and CLIM's positives are chosen again."""
     words = ["--weight-decay", 0.5, "--resume", begun(method) / "last.pt", *["--refresh-every", 1] * (method == "clim")]
     assert "--epochs" in refused(capsys, run, method, tmp_path / "run", *words, "--epochs", 1)
     said = run(method, tmp_path / "run", *words, train=common.Patterns(0, 16, seed=7))  # 32 images
@@ -183,14 +183,14 @@ def test_resume_with_other_images(method, begun, tmp_path, capsys):
     assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
     if method == "clim":
         assert state["positives"].shape[0] == 32 > state["positives"].max() and state["positives"].min() >= 0
-        run(method, tmp_path / "none", *words[2:4], "--selection", "none")  # of the same images
+        run(method, tmp_path / "none", *words[2:4], "--selection", "none")  # with the original images
         assert load(tmp_path / "none" / "last.pt")["positives"].max() < 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["jcl", "clim", "logo", "patchmix"])
 def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, capsys):
-    """Of another method, without a part, or with other shapes. --out can still be used afterwards."""
+    """A checkpoint of another method, without a part or with other shapes is rejected. --out can still be used."""
     state, more = load(begun(method) / "last.pt"), ["--epochs", 3, "--resume", tmp_path / "last.pt"]
     other, parts = "jcl" if method == "patchmix" else "patchmix", state.keys() - {"backbone", "processes", "positives"}
     wrong = [load(begun(other) / "last.pt"), state, state | {"model": {"other": torch.ones(1)}}]
@@ -207,7 +207,7 @@ def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, cap
 
 
 def test_images_may_move_but_not_change(here, capsys):
-    """A moved folder is the same data. Another of its name has the same --out, and is refused, as other flags are."""
+    """A folder of images may move. Other images in a folder of the same name are rejected, as are changed flags."""
     for root in ("one", "two"):
         tiny.write_tree(here / root / "data", ["train/a", "train/b"], 12, (16, 16))
     os.rename("two/data/train/b/0.png", "two/data/train/b/12.png")

@@ -1,4 +1,4 @@
-"""eval_knn.py and eval_linear.py end to end on a tiny dataset, and the linear probe against a plain loop."""
+"""eval_knn.py and eval_linear.py run end to end on a tiny dataset, and the linear probe matches a plain loop."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def seeded(function, *args, **options):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """{name: path}: images of 16 px whose color mostly tells their class (train/, val/, test/), a ViT, a ResNet."""
+    """Return {name: path}: images of 16 px, whose color mostly reveals their class, and runs of a ViT and a ResNet."""
     root, rng = tmp_path_factory.mktemp("places"), np.random.default_rng(0)
     for kind, name in enumerate(CLASSES):
         for i in range(EACH + 2 * TEST):
@@ -46,13 +46,13 @@ def places(tmp_path_factory):
 
 
 def pictures(folder):
-    """The images of a folder as a dataset in memory."""
+    """Return the images of a folder as a dataset in memory."""
     images, targets = zip(*((np.array(image), label) for image, label in ImageFolder(folder)), strict=True)
     return Pictures(np.stack(images), list(targets), [*CLASSES])
 
 
 def parts(places, *names, seed=0):
-    """[(ViT's features, normalized pixels, an untrained ViT's features, labels) of a part], without any loader."""
+    """Return (ViT's features, normalized pixels, untrained ViT's features, labels) of each part, without a loader."""
     (encoder, info), found = common.load_backbone(places["VIT"]), []
     torch.manual_seed(seed)
     untrained = common.build_backbone(info).eval()
@@ -69,7 +69,7 @@ def test_knn_of_a_checkpoint_and_its_baselines(places):
     results, (train, test) = evaluate(eval_knn, *flags), parts(places, "train", "val")
     assert list(results) == ["encoder", "raw pixels", "untrained"]
     for which, name in enumerate(results):
-        for k in (1, 3, 500):  # 42 images vote, not 500
+        for k in (1, 3, 500):  # if k is 500, all 42 images vote
             predicted = slow_knn(train[which], train[3], test[which], k, 0.07, 3).argmax(1)
             assert results[name][f"knn{k}_top1"] == pytest.approx(100 * (predicted == test[3]).double().mean().item())
     assert evaluate(eval_knn, *flags, "--no-baselines") == {"encoder": results["encoder"]}
@@ -82,7 +82,7 @@ def test_linear_probe_of_a_checkpoint_and_its_baselines(places, capsys):
     assert list(results) == ["encoder", "raw pixels", "untrained"]
     out = capsys.readouterr().out
     said = [line for line in out.splitlines() if "held out" in line]
-    assert "--lrs 0.01," in said[0] and out.count("widen it") == 1  # not said of baselines
+    assert "--lrs 0.01," in said[0] and out.count("widen it") == 1  # baselines get no such warning
     train, test = parts(places, "train", "val", seed=4)
     for which, name in enumerate(results):
         options = dict(lrs=[0.01, 0.1, 1], epochs=5, holdout=0.5)
@@ -106,7 +106,7 @@ def test_two_processes_evaluate_as_one(places, tmp_path):
 
 @pytest.mark.parametrize("script, flags", [(eval_knn, ""), (eval_linear, "--finetune --epochs 1 --batch-size 12")])
 def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, here):
-    """Its random numbers and inference_mode stay, also if the evaluation fails because an image cannot be read."""
+    """An evaluation keeps the caller's random state and inference mode, even if it fails because of a missing image."""
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     torch.manual_seed(1), np.random.seed(2), random.seed(3)
     before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
@@ -115,7 +115,7 @@ def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, here):
         assert torch.is_inference_mode_enabled()
     own["train"].samples[5] = (str(here / "none.png"), 0)
     with pytest.raises(OSError, match="none.png"):
-        evaluate(script, places["VIT"], *flags.split(), "--seed", 1, **own)  # another run
+        evaluate(script, places["VIT"], *flags.split(), "--seed", 1, **own)  # another seed starts another run
     after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
     assert all(map(np.array_equal, before, after))
 
@@ -125,7 +125,7 @@ def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, here):
     (eval_linear, "--protocol moco --epochs 2 --batch-size 16".split()),
 ])  # fmt: skip
 def test_own_data_give_the_scores_of_the_same_folder(script, flags, places, here, monkeypatch):
-    """Images without a label, -1, do not count. Labels are the targets, of any integers, and not those of items."""
+    """Images with the label -1 are ignored. Labels are read from `targets`, of any integer type, not from items."""
     own = dict(train=pictures(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     monkeypatch.setattr(Pictures, "__getitem__", lambda images, i: [Image.fromarray(images.array[i])])
     for images in own.values():
@@ -134,12 +134,12 @@ def test_own_data_give_the_scores_of_the_same_folder(script, flags, places, here
     outs = [["--out", here / name] * ("--protocol" in flags) for name in ("own", "folder")]
     found = evaluate(script, places["VIT"], *flags, *outs[0], **own)
     assert found == evaluate(script, places["VIT"], *flags, *outs[1])
-    own["test"].array = 255 - own["test"].array  # its labels are the same, but a finished run is not its scores
+    own["test"].array = 255 - own["test"].array  # the labels are the same, but old scores are not reused
     assert found != evaluate(script, places["VIT"], *flags, *outs[0], **own)
 
 
 def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, capsys):
-    """Unless a dataset is given. The folder may move. A backbone that does not name its images needs one."""
+    """The folder may move. Changed images, or a backbone.pt that does not name its dataset, need --dataset."""
     expected, data = evaluate(eval_knn, places["VIT"], "--k", 3), shutil.copytree(places["DATA"], tmp_path / "data")
     flags, state = ["--k", 3, "--data-dir", data], load(places["VIT"] / "backbone.pt")
     assert evaluate(eval_knn, places["VIT"], *flags) == expected
@@ -149,13 +149,13 @@ def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, ca
     for folder, words in (places["VIT"], "trained on"), (tmp_path, "--dataset"):
         assert words in refused(capsys, evaluate, eval_knn, folder, *flags)
         assert evaluate(eval_knn, folder, *flags, "--dataset", "folder") == expected
-    for text in ("[]", "{}", "no JSON"):  # another project's
+    for text in ("[]", "{}", "no JSON"):  # another project's config.json
         (tmp_path / "config.json").write_text(text)
         assert common.load_backbone(tmp_path)[1].get("data_dir") is None
 
 
 def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path, capsys):
-    path = tmp_path / "features"  # the name stays as it was given
+    path = tmp_path / "features"  # no extension is added to the name
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     for images in own.values():
         images.targets[1::3] = [-1] * len(images.targets[1::3])
@@ -181,7 +181,7 @@ def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path, capsy
 
 
 def problem(n=50, m=20, noise=1.0):
-    """Features of six dimensions, and labels of three classes: n to fit, m to test."""
+    """Return six-dimensional features and labels of three classes, n rows to fit and m rows to test."""
     g, dtype = generator(n + 1000 * m), torch.float64
     centers = 3 * torch.randn(3, 6, generator=g, dtype=dtype)
     y = torch.arange(n + m) % 3
@@ -190,11 +190,11 @@ def problem(n=50, m=20, noise=1.0):
 
 
 def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
-    """Standardize, then torch's SGD with momentum, and a cosine over all steps, in float64. In the end on all rows."""
+    """The probe standardizes features and trains like SGD with momentum and a cosine schedule, finally on all rows."""
     train_x, train_y, test_x, _ = problem()
     for x in (train_x, test_x):
         x[:, 0] += 1000  # it varies by a thousandth of its mean
-    with_gradient = [x.clone().requires_grad_() for x in (train_x, test_x)]  # a caller's, which is not in the way
+    with_gradient = [x.clone().requires_grad_() for x in (train_x, test_x)]  # the caller's gradients have no effect
     found = seeded(eval_linear.linear_probe, with_gradient[0], train_y, with_gradient[1], 3, [lr], epochs, 16)
     a, b = ((x - train_x.mean(0)) / train_x.std(0, correction=0) for x in (train_x, test_x))
 
@@ -220,10 +220,10 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
 
 
 def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
-    """The fits at several learning rates do not disturb each other."""
+    """Each learning rate of a grid gives the result that it gives alone, and the best on held-out rows is chosen."""
     data, options = problem(200, noise=6.0)[:3], dict(epochs=5, batch_size=64, holdout=0.3)
     grid = [1e-6, 1e-3, 0.1, 300.0]
-    with torch.inference_mode():  # a caller's, which is not in the way
+    with torch.inference_mode():  # the caller's mode has no effect
         grids = [np.array(grid), *([lr] for lr in grid)]
         found, *alone = [seeded(eval_linear.linear_probe, *data, 3, lrs, **options) for lrs in grids]
     percents = [one["held_out"][lr] for one, lr in zip(alone, grid, strict=True)]
@@ -238,7 +238,7 @@ def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
     ([50, 2, 1], 0.9, [47, 3]), ([1, 1, 1], 0.5, [0]),
 ])  # fmt: skip
 def test_few_rows_choose_by_cross_validation(counts, fraction, sizes):
-    """Until 400 have been held out, or all but one per class, which is always fitted."""
+    """Folds are added until 400 rows, or all but one per class, have been held out. That one is always fitted."""
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     for _ in range(20):
         folds = eval_linear.hold_out(labels, fraction)
@@ -248,12 +248,12 @@ def test_few_rows_choose_by_cross_validation(counts, fraction, sizes):
             assert labels[rest].unique().tolist() == [*range(len(counts))]
         held = torch.cat([held for _, held in folds])
         assert len(held.unique()) == len(held)
-        assert len(held) == 0 or not held.equal(held.sort().values)  # at random
+        assert len(held) == 0 or not held.equal(held.sort().values)  # in random order
 
 
 @pytest.mark.parametrize("value", [0, -2.1179, 0.1, 14.62])
 def test_a_feature_that_never_varies_in_training_changes_nothing(value):
-    """A border of digits or X-rays, a dead unit. In some test images it does vary."""
+    """A constant feature, such as a digit's border or a dead unit, has no effect, even if it varies in test images."""
     x, y, test_x, _ = (a.float() if a.is_floating_point() else a for a in problem(1000, 100, noise=4.0))
     plain = seeded(eval_linear.linear_probe, x, y, test_x, 3, epochs=2)
     x, test_x = (F.pad(a, (0, 1), value=value) for a in (x, test_x))

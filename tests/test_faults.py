@@ -1,4 +1,4 @@
-"""What a machine does to a run: writes that fail, values that are not finite, processes that differ, damaged images."""
+"""Runs handle writes that fail, values that are not finite, processes that disagree, and damaged images."""
 
 import argparse
 import io
@@ -21,7 +21,7 @@ QUIET, SLOW = ["--knn-every", "0"], pytest.param("save 6", OSError, marks=pytest
 
 
 def assert_ends_alike(method, begun, out):
-    """Assert that a run that has begun, and a copy that had a fault since, are the same once they are resumed."""
+    """Assert that a run and its copy `out`, which has had a fault since, are identical once both are resumed."""
     straight = shutil.copytree(begun, out.with_name("straight"))
     for folder in (straight, out):
         run(method, folder, *QUIET)
@@ -30,7 +30,7 @@ def assert_ends_alike(method, begun, out):
 
 @pytest.mark.parametrize("moment, error", [("save 5", OSError), ("save 8", RuntimeError), SLOW])
 def test_a_write_that_fails_is_one_line_and_costs_an_epoch(begun, tmp_path, capsys, moment, error):
-    """In the middle, where it is torch that raises, or when it is flushed or renamed. The run resumes from last.pt."""
+    """A write fails midway (where torch raises), at its flush or its rename. The run then resumes from last.pt."""
     out = shutil.copytree(begun("jcl"), tmp_path / "run")
     before = load(out / "last.pt")
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def test_a_write_that_fails_is_one_line_and_costs_an_epoch(begun, tmp_path, caps
 @pytest.mark.parametrize("what", ["loss", "model", "optimizer"])
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_what_is_not_finite_is_never_saved(begun, tmp_path, monkeypatch, method, what):
-    """The last epoch that was saved stays: the loss is infinite, or one number after the epoch's last loss."""
+    """If the loss, a weight or a number of the optimizer becomes infinite, the last saved epoch is kept."""
     out, update, save_run = shutil.copytree(begun(method), tmp_path / "run"), common.Meter.update, common.save_run
     before = contents(out)
 
@@ -83,7 +83,7 @@ def elsewhere(folder, argv):
     ("--dataset folder --data-dir data", "--data-dir missing", "missing"),
 ])  # fmt: skip
 def test_processes_that_disagree_end_in_one_line(begun, tmp_path, flags, change, words):
-    """In flags, images or --out, as on nodes without a shared disk. One may be left waiting, and is ended."""
+    """Processes with different flags, images or --out print one error message. If one is left waiting, it is killed."""
     shutil.copytree(begun("jcl"), tmp_path / "run")
     for root, count in (("data", 20), ("other", 21)):
         tiny.write_tree(tmp_path / root, ["train"], count, (16, 16))
@@ -96,7 +96,7 @@ def test_processes_that_disagree_end_in_one_line(begun, tmp_path, flags, change,
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_a_damaged_image_costs_an_epoch_at_most(tmp_path, part, workers):
-    """The error has its path. If the kNN finds it, the epoch is already saved. Once it is mended, the run resumes."""
+    """The error names the image. If kNN finds it, the epoch is already saved. Once it is repaired, the run resumes."""
     tiny.write_tree(tmp_path / "data", ["train/a", "train/b", "test/a", "test/b"], 8, (16, 16))
     path, out = tmp_path / "data" / part / "b" / "1.png", tmp_path / "run"
     words = f"--dataset folder --batch-size 4 --patch-size 8 --workers {workers} --data-dir {tmp_path}/data".split()

@@ -1,4 +1,4 @@
-"""common.py's evaluation against slow, obvious references: features, kNN over processes, health figures, backbones."""
+"""common.py's features, kNN and measures of collapse match slow references, on one process and on several."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_evaluation_crop_is_resize_then_center_crop(interpolation):
 
 
 def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
-    """Weighted k-nearest neighbors by a double loop in float64, scaled so that the nearest votes 1."""
+    """Return the float64 votes of weighted k-nearest neighbors, by a double loop. The nearest one's weight is 1."""
     bank, queries = ([row / np.sqrt((row * row).sum()) for row in x.double().numpy()] for x in (train_x, test_x))
     scores = torch.zeros(len(test_x), num_classes, dtype=torch.float64)
     for i, q in enumerate(queries):
@@ -46,7 +46,7 @@ def test_knn_is_a_double_loop(n, m, d, classes, tau):
 
 @pytest.mark.slow
 def test_knn_with_a_bank_that_needs_chunks():
-    """2 million points of the circle, labels: octants; more queries than one chunk holds, in the octants' middles."""
+    """Two million points of a circle are labeled by octant. 40 queries in the octants' middles need two chunks."""
     octants = 8 * torch.rand(2**21, generator=generator(0))
     where = torch.arange(40) % 8
     x, q = (torch.stack([a.cos(), a.sin()], 1) for a in (octants * torch.pi / 4, (where + 0.5) * torch.pi / 4))
@@ -62,7 +62,7 @@ def make_encoder():
 
 @pytest.mark.parametrize("batch_size, workers", [(256, 0), (4, 2), (1, 0)])
 def test_features_are_a_plain_loops(batch_size, workers):
-    """The modes and statistics of the encoder stay, those of a frozen batch norm too, and so do random numbers."""
+    """Features match a plain loop. The encoder's modes and statistics and the caller's random state do not change."""
     encoder, images = make_encoder(), common.Patterns(11, 16, seed=0)
     encoder[1].eval()
     modes, statistics = [m.training for m in encoder.modules()], encoder[1].running_mean.clone()
@@ -85,12 +85,12 @@ def test_features_that_are_not_finite_are_an_error():
 
 
 def sharded(folder):
-    """Save features, predictions, scores and health, as found by this process, alone or one of several."""
+    """Save features, predictions, scores and measures of collapse that this process computes, alone or in a group."""
     _, rank, world = common.init_distributed("cpu")
     encoder, few = make_encoder(), common.Patterns(32, 16, seed=0)
     test = common.Subset(few, range(5))
     result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
-    for n in (7, 2, 1):  # banks: the second and the third process have parts without images
+    for n in (7, 2, 1):  # with 2 or 1, some of three processes have no images
         images = common.Subset(few, range(n))
         images.targets[3:5] = [-1] * len(images.targets[3:5])
         whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
@@ -130,11 +130,11 @@ def test_an_encoder_that_does_not_fit_is_refused(capsys):
     two.forward = lambda x: (x, x)
     for encoder, words in ((nn.Linear(9, 9), "16 px"), (nn.Identity(), "1, 3, 16, 16"), (two, "tuple")):
         assert words in refused(capsys, common.feature_width, encoder, 16)
-    unpooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())  # 144 features of images of 8 px
+    unpooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())  # images of 8 px have 144 features
     assert "(n, 144)" in refused(capsys, common.feature_width, unpooled, 8, 6)
 
 
 def test_what_is_known_of_an_encoder():
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
-    assert common.backbone_info("resnet10t", 32)["stem"] == "timm"  # its own has three convolutions
+    assert common.backbone_info("resnet10t", 32)["stem"] == "timm"  # its own stem has three convolutions
