@@ -1,4 +1,4 @@
-"""Flags: listed with the defaults of a dataset, held to their ranges, kept as given. Each acts or is refused."""
+"""Flags show a dataset's defaults and reject values outside their ranges. Each has an effect or is rejected."""
 
 import argparse
 import functools
@@ -22,7 +22,7 @@ SMALL = [(method, f"--arch {arch}") for method in METHODS for arch in ("resnet_m
 
 @functools.cache
 def options(method):
-    """The flags of a method, {name: argparse's action}."""
+    """Return the flags of a method, {name: argparse's action}."""
     parse = mock.patch.object(argparse.ArgumentParser, "parse_args", autospec=True, side_effect=LookupError)
     with parse as parsed, pytest.raises(LookupError):
         MODULES[method].parse_args([])
@@ -30,7 +30,7 @@ def options(method):
 
 
 def words(method, name, value):
-    """The command line that gives a flag a value."""
+    """Return the words of a command line that set a flag to a value."""
     return [options(method)[name].option_strings[0], *map(str, value if isinstance(value, list) else [value])]
 
 
@@ -47,27 +47,27 @@ def test_help_shows_the_defaults_of_a_dataset(method, module, dataset, capsys):
 @pytest.mark.parametrize("dataset", common.DATASETS)
 @pytest.mark.parametrize("method, form", VARIANTS + SMALL)
 def test_recipes_have_values_that_the_flags_take(method, module, dataset, form):
-    """Given on the command line they are the same run. None has a name that is no flag."""
+    """Passing the values of a recipe as flags gives the same arguments. Each value belongs to a flag."""
     argv = ["--dataset", dataset, *form.split()]
     args = vars(module.parse_args(argv))
     assert args.keys() - {"method"} == options(method).keys()
     assert "vit_micro" not in argv or args.get("bn_groups", 1) == 1  # it has no batch norm to divide
     for name, action in options(method).items():
-        if action.default is None or name == "out":  # it is derived from others
+        if action.default is None or name == "out":  # derived from other values
             continue
         if words(method, name, 0)[0] not in argv and args[name] is not None and not isinstance(args[name], bool):
             argv += words(method, name, args[name])
-    assert vars(module.parse_args(argv)) == args  # also the folder's name
+    assert vars(module.parse_args(argv)) == args  # including --out
 
 
 ZERO = """beta blur_p clim_start drop_path joint_prob keep_every knn_every lam local_crops milestones min_lr momentum
-    seed smoothing term_weights warmup weight_decay workers""".split()  # the other numbers are above 0
+    seed smoothing term_weights warmup weight_decay workers""".split()  # may be 0; the other numbers must be above 0
 FRACTIONS = "momentum crop_scale local_scale blur_p joint_prob smoothing drop_path milestones".split()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ranges_hold(method, module, capsys):
-    """In all files alike: what cannot be is refused before the work. Ranges of areas have the smaller number first."""
+    """Each flag rejects values outside its range, and ranges of areas that have the larger number first."""
     for name, action in options(method).items():
         count = len(action.default) if isinstance(action.default, list) and action.default else 1
         wrong = []
@@ -75,7 +75,7 @@ def test_ranges_hold(method, module, capsys):
             wrong += ["other", "nan", "inf"] + ["-1"] * (name != "beta") + ["0"] * (name not in ZERO)
             wrong += ["1.5"] * (name in FRACTIONS or isinstance(action.default, int)) + [str(2**32)] * (name == "seed")
         wrong = [[word] * count for word in wrong] + [["0.5", "0.25"]] * name.endswith("_scale")
-        wrong += [["0.1", "0.2", "0.3"]] * (action.nargs == "+" and name in ("momentum", "blur_p"))  # one value or two
+        wrong += [["0.1", "0.2", "0.3"]] * (action.nargs == "+" and name in ("momentum", "blur_p"))  # takes up to two
         for given in wrong:
             line = refused(capsys, module.parse_args, words(method, name, given))
             assert action.option_strings[0] in line, (name, given)
@@ -83,7 +83,7 @@ def test_ranges_hold(method, module, capsys):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_given_is_in_the_runs_name(method, module, tmp_path):
-    """But for operational flags. A folder of images has its name there, a script its own."""
+    """The default --out names the script, the image folder and all changed values but those of operational flags."""
     args = module.parse_args("--epochs 9 --workers 1 --crop-scale 0.25 1".split())
     assert args.out == f"runs/{method}-patterns-{args.arch}-s0-epochs9-crop_scale0.25,1"
     own = module.parse_args(["--dataset", "folder", "--data-dir", "my images"])
@@ -95,7 +95,7 @@ def test_what_is_given_is_in_the_runs_name(method, module, tmp_path):
 @pytest.mark.parametrize("count, length", [(64, 64), (400, 64), (1280, 128), (700_000, 65536)])
 @pytest.mark.parametrize("method", QUEUES)
 def test_the_queue_of_a_folder_is_a_tenth_of_the_images(method, module, count, length):
-    """Batch norm has two groups there, in every file."""
+    """With --dataset folder, the queue has a tenth of the images, within limits, and batch norm has two groups."""
     flags = "--dataset folder --arch resnet_mini --image-size 32 --batch-size 64"
     model = state_of(module, flags, train=Blank(count))["model"]
     assert len(model.queue.keys) == length
@@ -103,24 +103,24 @@ def test_the_queue_of_a_folder_is_a_tenth_of_the_images(method, module, count, l
 
 
 TINY = "--image-size 16 --batch-size 16 --epochs 1 --knn-every 0 --device cpu".split()  # two steps
-OTHER = dict(  # what to change a value to, where half the value, or one more, would not fit, or act later
+OTHER = dict(  # values to try where half the value, or one more, would be invalid, or act later
     arch="resnet_mini", selection="kmeans", alpha=0.1, num_clusters=2, knn_k=2, num_positives=2, clim_start=1,
     refresh_every=1, image_size=24, batch_size=8, patch_size=2, bn_groups=4, local_size=8, min_lr=1e-5, milestones=0.5,
     terms="mto,mtm", num_heads=4, drop_path=0.5, affinity_lr=0.5, warmup=0,
 )  # fmt: skip
-NEEDS = {  # flags that act with others only, or in the second epoch
+NEEDS = {  # what to add for flags that act only with others or in the second epoch
     "patch_size": "--arch vit_micro", "local_size": "--local-crops 2 --local-size 12", "local_scale": "--local-crops 2",
     "joint_prob": "--joint either --blur-p 1 1", "joint_pair": "--local-crops 2", "one_way": "--local-crops 0",
     "moco_jointcrop hidden": "--moco v3", "logo hidden": "--base simsiam", "layers": "--base simsiam",
     "logo lam": "--l2l-weighting lambda", "lam_schedule": "--epochs 2",
     "clim_start": "--epochs 2", "refresh_every": "--epochs 2",
 }  # fmt: skip
-ELSEWHERE = ("dataset", "amp", "init", "init_prefix", *common.NOT_IN_CONFIG)  # amp acts on GPUs
+ELSEWHERE = ("dataset", "amp", "init", "init_prefix", *common.NOT_IN_CONFIG)  # amp acts only on GPUs
 PAIRS = [(method, name) for method in METHODS for name in options(method) if name not in ELSEWHERE]
 
 
 def another(method, name, value):
-    """The command line that changes a flag."""
+    """Return the words of a command line that change a flag from this value."""
     flag, choices = words(method, name, 0)[0], options(method)[name].choices
     if isinstance(value, bool):
         return [flag.replace("--", "--no-", 1) if value else flag]
@@ -145,7 +145,7 @@ def trained(method, *flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("method, name", PAIRS)
 def test_every_flag_acts(method, module, name):
-    """Changed, it changes the loss or the weights within two steps."""
+    """Changing a flag changes the loss or the saved tensors within one or two epochs of two steps."""
     form = [*RECORDS[method].needs.split(), *NEEDS.get(f"{method} {name}", NEEDS.get(name, "")).split()]
     value = getattr(module.parse_args([*TINY, *form]), name)
     change = another(method, name, value)

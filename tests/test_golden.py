@@ -1,6 +1,6 @@
-"""The same numbers as the authors' code: public functions, forward passes, schedules and crops against tests/golden.
+"""Functions, forward passes, schedules and crops give the numbers of the authors' code, stored in tests/golden.
 
-All is computed in float64. A difference is the largest |ours - theirs| over the largest |theirs|.
+Everything is computed in float64. A difference is the largest |ours - theirs| divided by the largest |theirs|.
 """
 
 import functools
@@ -20,7 +20,7 @@ import logo
 import moco_jointcrop
 import patchmix
 
-EXACT = 1e-13  # golden/README.md says so
+EXACT = 1e-13  # golden/README.md states this bound
 pytestmark = pytest.mark.usefixtures("double")
 
 
@@ -31,7 +31,7 @@ def same(ours, theirs, bound=EXACT, scale=None):
 
 
 def golden(method):
-    """{name: tensor} of a method's file; a setting is a tensor without dimensions."""
+    """Return the arrays of a method's file, {name: tensor}. Settings are 0-d tensors."""
     arrays = np.load(ROOT / "tests" / "golden" / f"{method}.npz")
     return {name: torch.from_numpy(x) for name, x in arrays.items() if x.dtype.kind in "fi"}
 
@@ -41,18 +41,18 @@ def leaf(x):
 
 
 def as_images(query, key):
-    """Images (N, 2, 1, C) of which the encoder sees the query, the momentum encoder the key."""
+    """Return images (N, 2, 1, C) that the encoders of `replace_encoders` turn into these queries and keys."""
     return torch.stack([query, key], 1)[:, :, None]
 
 
 def by_view(table, x):
-    """Embeddings {(view, is it mixed): embeddings} of PatchMix's views, which are told by the pixels' values."""
-    parts = x.chunk(len(x) // len(next(iter(table.values()))))  # local crops pass all at once
+    """Return the embeddings of views from a table {(view, is mixed): embeddings}. Pixel values identify each view."""
+    parts = x.chunk(len(x) // len(next(iter(table.values()))))  # all local crops come at once
     return torch.cat([table[int(part.mean()), bool(part.flatten(1).std(1).max() > 1e-9)] for part in parts])
 
 
 def replace_encoders(model, query=lambda x: x[:, 0].flatten(1), key=lambda x: x[:, 1].flatten(1)):
-    """Make a model's encoders these functions, by default those of `as_images`, and its heads the identity."""
+    """Replace a model's encoders by functions, by default for `as_images`, and its heads by the identity. Return it."""
     model.backbone, model.projector, model.predictor = nn.Identity(), nn.Identity(), nn.Identity()
     model.momentum_backbone, model.momentum_projector = nn.Identity(), nn.Identity()
     model.backbone.forward, model.momentum_backbone.forward = query, key
@@ -60,7 +60,7 @@ def replace_encoders(model, query=lambda x: x[:, 0].flatten(1), key=lambda x: x[
 
 
 def patchmix_forward(query, key, flags):
-    """PatchMix.forward for embeddings by view and mixing: (loss, {term: its value})."""
+    """Run PatchMix.forward with these embeddings, {(view, is mixed): (n, dim)}. Return (loss, metrics)."""
     n, args = len(query[0, False]), patchmix.parse_args(flags.split())
     terms, names = patchmix.chosen_terms(args), ("num_mix", "patch_size", "temperature", "smoothing")
     model = patchmix.PatchMix(nn.Identity(), 8, 8, 8, terms=terms, **{name: getattr(args, name) for name in names})
@@ -73,7 +73,7 @@ def patchmix_forward(query, key, flags):
 
 
 def queue_model(kind, f, *pairs):
-    """A model of a queue method on the golden file's queue."""
+    """Return a model with the queue and the temperature of a golden file."""
     (length, dim), t = f["queue"].shape, f["temperature"].item()
     model = replace_encoders(kind(nn.Identity(), dim, *pairs, dim=dim, queue=length, temperature=t))
     model.queue.keys.copy_(f["queue"])
@@ -131,7 +131,7 @@ def test_patchmix_schedule():
     lr = torch.tensor([patchmix.learning_rate(args, step / per_epoch) for step in range(steps)])
     same(lr[warm:], f["schedule_lr"][warm:])
     same(lr[:warm], f["schedule_lr"][:warm] * (warm - 1) / warm)  # released: i / (W - 1)
-    cosines = (s["weight_decay_start_end"], (s["momentum_start"], 1.0))  # test_schedules.py has what main makes of them
+    cosines = (s["weight_decay_start_end"], (s["momentum_start"], 1.0))  # test_schedules.py tests them in main
     decay, momentum = torch.tensor([[patchmix.cosine(*x, i / steps) for i in range(steps)] for x in cosines])
     same(decay, f["schedule_weight_decay"])
     same(momentum, f["schedule_momentum_intended"])
@@ -143,14 +143,14 @@ def test_jcl_forward():
     f = golden("jcl")
     keys = f["keys_before_normalisation"].unbind(1)
     assert values(jcl, "--variant released", "num_keys lam") == [len(keys), f["lambda_final"].item()]
-    for i, lam in enumerate(f["lam"].tolist()):  # the ramp, which the trajectories follow
+    for i, lam in enumerate(f["lam"].tolist()):  # test_trajectories.py tests the ramp itself
         model = queue_model(jcl.JCL, f)
         raw = leaf(f["query_before_normalisation"])
         loss, enqueued, *_ = model([as_images(x, x) for x in (raw, *keys)], lam)
         same(loss, f["loss"][i])
         same(torch.autograd.grad(loss, raw)[0], f["grad_query_before_normalisation"][i])
         same(enqueued, f["enqueued_keys"])
-        model.queue.enqueue(enqueued)  # it wraps
+        model.queue.enqueue(enqueued)  # the queue wraps around
         same(model.queue.keys, f["queue_after"])
         assert model.queue.position.item() == f["queue_position_after"].item()
 
@@ -164,7 +164,7 @@ def test_logo_affinity_loss_and_dissimilarity():
     loss.backward()
     for name, parameter in ours.layers.named_parameters():
         theirs = f[f"grad_affinity_loss_rolled.{name}"]
-        before_norm = name in ("0.bias", "3.bias")  # gradients that are 0 but for rounding
+        before_norm = name in ("0.bias", "3.bias")  # their gradients are 0 except for rounding
         scale = f[f"grad_affinity_loss_rolled.{name.replace('bias', 'weight')}"].abs().max() if before_norm else None
         same(parameter.grad, theirs, scale=scale)
     locals_ = [leaf(f[name]) for name in ("local1", "local2")]
@@ -180,7 +180,7 @@ def test_logo_forward():
     f = golden("logo")
     model = queue_model(logo.MoCo, f, logo.compared_views())
     inputs = {name: leaf(f[f"{name}_before_normalisation"]) for name in ("global1", "global2", "local1", "local2")}
-    keys = [f["key_global1"], f["key_global2"], f["local1"], f["local2"]]  # no keys of locals are made
+    keys = [f["key_global1"], f["key_global2"], f["local1"], f["local2"]]  # the locals' keys are not used
     loss, enqueued, *_ = model([as_images(x, k) for x, k in zip(inputs.values(), keys, strict=True)])
     same(loss, f["nce_total"])
     for name, gradient in zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True):
@@ -222,21 +222,21 @@ def test_jointcrop_areas_and_boxes(name, monkeypatch):
 
 @pytest.mark.slow
 def test_jointcrop_quantiles():
-    """Theirs are of float32 draws; both sides' sampling errors are in the standard error."""
+    """Quantiles match those of the authors' float32 draws within 3 standard errors, which include both samples'."""
     f, worst = golden("jointcrop"), 0.0
     n, p = int(f["quantile_draws"]), f["quantile_probability"].numpy()
     for i, (name, least) in enumerate(LEAST.items()):
         a, b = (x.numpy() for x in moco_jointcrop.sample_joint(n, least, 1.0, 0.0, generator(i), offset=0.1))
         for what, ours in (("log_ratio", np.log(b / a)), ("area1", a), ("area2", b)):
             key = f"quantile_{what}_{name}"
-            error = math.sqrt(2) * f[f"{key}_standard_error"].numpy()  # as many draws
+            error = math.sqrt(2) * f[f"{key}_standard_error"].numpy()  # ours has as many draws
             worst = max(worst, (np.abs(np.quantile(ours, p) - f[key].numpy()) / error).max())
     assert worst < 3
 
 
 @pytest.mark.parametrize("t", ["t020", "t100"])
 def test_moco_v3_forward(t):
-    """PatchMix's baseline is this symmetric loss divided by 2 tau."""
+    """MoCo v3's symmetric loss matches, and so does PatchMix's baseline, which is this loss divided by 2 tau."""
     f = golden("mocov3")
     temperature, q1, q2 = f[f"temperature_{t}"].item(), leaf(f["q1"]), leaf(f["q2"])
     model = replace_encoders(moco_jointcrop.MoCoV3(nn.Identity(), 16, hidden=16, dim=16, temperature=temperature))
@@ -252,7 +252,7 @@ def test_moco_v3_forward(t):
 
 @pytest.mark.parametrize("suffix, least, most", [("", 1e-7, 1e-5), ("_small_gradients", 1e-3, 2e-2)])
 def test_moco_v3_lars_steps(suffix, least, most):
-    """Vectors exactly, matrices but for the trust ratio, which timm defines otherwise."""
+    """LARS updates vectors as the authors' does, and matrices nearly, as timm defines the trust ratio differently."""
     f = golden("mocov3")
     factor, decay = f["lars_small_gradient_factor"].item() if suffix else 1, f["lars_weight_decay"].item()
     matrix, vector = (nn.Parameter(f[f"lars_{name}_before"].clone()) for name in ("matrix", "vector"))

@@ -1,4 +1,4 @@
-"""Datasets: which images are read and how, which folders are refused, and how two datasets are told apart."""
+"""Datasets read the right images, reject folders with a wrong layout, and are identified by a fingerprint."""
 
 import argparse
 import base64
@@ -41,7 +41,7 @@ def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
 
 
 def test_an_image_is_rotated_as_its_exif_data_say(tmp_path):
-    """Damage in EXIF data is ignored: bytes without a meaning, and a text where Pillow needs a number."""
+    """Damage in EXIF data, such as meaningless bytes, or text where Pillow needs a number, is ignored."""
     exif, rotated = Image.Exif(), np.rot90(gradient(), -1)
     exif[0x0112], exif[0x010F] = 6, "make"  # a quarter turn
     wrong_type = exif.tobytes().replace(b"\x01\x0f", b"\x01\x00")  # the width is "make"
@@ -53,7 +53,7 @@ def test_an_image_is_rotated_as_its_exif_data_say(tmp_path):
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "RGBA", "CMYK"])
 def test_images_of_ones_own_of_any_mode_become_rgb_before_they_are_resized(mode):
-    """Pillow resizes palettes by the nearest pixel, and multiplies colors by alpha."""
+    """Images become RGB first, as Pillow resizes palettes by the nearest pixel and multiplies colors by alpha."""
     image = Image.fromarray(gradient(80, 80)).convert(mode)
     if mode == "RGBA":
         image.putalpha(Image.fromarray(gradient(80, 80)[..., 0]))
@@ -69,10 +69,10 @@ def test_images_of_ones_own_of_any_mode_become_rgb_before_they_are_resized(mode)
 
 
 def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
-    """Also one with more than 8 bits per channel, in any layout, whose values Pillow would clip."""
+    """The error names unreadable images, and any with more than 8 bits per channel, whose values Pillow would clip."""
     for name, dtype in ("gray.png", "uint16"), ("float.tif", "f4"):
         Image.fromarray(np.arange(120, dtype=dtype).reshape(12, 10)).save(tmp_path / name)
-    deep = [  # PNG files of one pixel of 16 bits per channel, RGB and RGBA, which Pillow reads, but cannot write
+    deep = [  # RGB and RGBA PNG files of one pixel with 16 bits per channel, which Pillow can read but not write
         "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAIAAADA54+dAAAADElEQVR4nGPg/w+CAAmyAysEKUClAAAAAElFTkSuQmCC",
         "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAYAAABPhRjKAAAADElEQVR4nGPg/w+BABElBDlTtASBAAAAAElFTkSuQmCC",
     ]
@@ -89,7 +89,7 @@ def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
             with pytest.raises(OSError, match=f"{re.escape(path)}.*check_images"):
                 images[i]
     for own in (Image.fromarray(np.zeros((4, 4), "uint16")), Image.open(tmp_path / "deep0.png"), torch.zeros(3, 4, 4)):
-        with pytest.raises(ValueError, match="8 bits|expected a PIL image, not Tensor"):  # of a dataset of one's own
+        with pytest.raises(ValueError, match="8 bits|expected a PIL image, not Tensor"):  # in the user's own dataset
             common.Views([(own, 0)], [])[0]
 
 
@@ -106,7 +106,7 @@ def test_bad_images_are_listed(tmp_path, capsys):
 
 
 def test_the_images_of_the_demo_do_not_change():
-    """The README's numbers depend on them. The means are weighted, so that no part of a formula cancels."""
+    """The README's numbers depend on these images. The means are weighted so that no part of a formula cancels."""
     patterns = common.Patterns(40, 32, seed=0)
     images, labels = patterns.images, patterns.targets
     weight = np.linspace(-1, 1, 32)[:, None, None] * np.linspace(1, 2, 32)[:, None] * np.array([1, -2, 0.5])
@@ -122,7 +122,7 @@ def test_the_images_of_the_demo_do_not_change():
 
 @pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("cifar10", "validation")])
 def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name, name, capsys):
-    """Without hidden and system files. Others are counted by extension. Classes may be links, and begin with a sign."""
+    """Hidden and system files are ignored, others counted by extension. Classes may be links, and begin with # or @."""
     parts = {"train/@b": 3, "../elsewhere": 2, "unlabeled/x/y": 4, f"{test_name}/#a": 1, f"{test_name}/@b": 2}
     skipped = [".git", "train/.x", "train/@b/@eaDir", "train/lost+found", "train/#recycle", "$RECYCLE.BIN"]
     skipped += ["train/@Recycle", "train/#snapshot"]
@@ -146,7 +146,7 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
 
 
 def test_names_are_in_one_array(tmp_path):
-    """Loader workers, which are forked on Linux, would copy a list of names. A name need not be text."""
+    """Names are in one array, because each forked loader worker would copy a list. They need not be valid UTF-8."""
     names = ["a/1.png", "b/long name.png", os.fsdecode(b"b/\xff.png")]
     images = common.ImageFiles(tmp_path, names, [0, 1, 1], ["a", "b"])
     arrays = [value for value in vars(images).values() if not isinstance(value, str) and value is not images.classes]
@@ -174,7 +174,7 @@ def test_there_is_no_knn_without_test_images_of_the_same_classes(parts, tmp_path
 
 
 def test_there_is_no_knn_without_labels_of_the_same_classes(capsys):
-    """In the same order. Different names may look alike: the letter e with an accent has two forms in Unicode."""
+    """The classes must have the same order. Different names may look alike: Unicode has two forms of an accented e."""
     arrays, labels = np.zeros((4, 8, 8, 3), np.uint8), torch.tensor([0, 1, -1, 0])
     images, alike = (Pictures(arrays, labels, ["a", e]) for e in ("\u00e9", "e\u0301"))
     assert common.open_data("folder", train=images, test=images)[1] is images
@@ -197,7 +197,7 @@ def test_test_images_of_ones_own_are_used_without_training_images_too():
 
 
 def test_imagenet100(tmp_path, capsys):
-    """Its classes are chosen among others. It is an error if some lack, also if there are 100 of other names."""
+    """ImageNet-100's classes are selected from a larger folder. A missing one is an error, even if 100 others exist."""
     synsets, own = timm.data.ImageNetInfo("imagenet-1k").label_names(), common.IMAGENET100
     assert len(own) == len(set(own)) == 100 and set(own) <= set(synsets)
     more = [s for s in synsets if s not in own][:2]
@@ -210,7 +210,7 @@ def test_imagenet100(tmp_path, capsys):
         assert words in refused(capsys, common.load_dataset, "imagenet100", root)
 
 
-@pytest.mark.parametrize("name, folders, empty, links, words", [  # folders: with two images each; empty: without
+@pytest.mark.parametrize("name, folders, empty, links, words", [  # folders: with two images each; empty: with none
     ("folder", "train train/a train/b", "", "", "DIR/train/0.png is .* in no class folder"),
     ("folder", "train/a train/b", "train/c", "", "DIR/train/c is a class folder without images"),
     ("folder", "train/a train/b", "val/a", "", "no images in DIR/val"),
@@ -219,7 +219,7 @@ def test_imagenet100(tmp_path, capsys):
     ("folder", "train/a train/b unlabelled", "", "", "unlabelled/"),
     ("folder", "train/a train/b", "", "train/c nowhere", "DIR/train/c"),  # a disk that is not mounted
     ("folder", "train/a train/b", "", "val nowhere", "DIR/val"),
-    ("folder", "train/a train/b", "", "train/a/x ../b, train/b/y ../a", "DIR/train/a/x/y is a link"),  # in a circle
+    ("folder", "train/a train/b", "", "train/a/x ../b, train/b/y ../a", "DIR/train/a/x/y is a link"),  # a cycle
     ("patterns", "train/a train/b", "", "", "--dataset"),
     ("imagenet", None, "", "", "--data-dir"),
 ])  # fmt: skip
@@ -239,7 +239,7 @@ def asked(monkeypatch, here):
     asked = []
 
     def fake(root, download=False, **split):
-        if download:  # so no other run can have its lock
+        if download:  # this run must hold the lock
             with open(os.path.join(root, ".lock")) as lock, pytest.raises(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             open(os.path.join(root, "cifar.tar"), "w").close()
@@ -280,9 +280,9 @@ def test_nothing_is_downloaded_into_a_folder_of_other_files(tmp_path, asked, cap
 
 @pytest.mark.parametrize("local_rank, downloads", [("0", [True, False]), ("1", [False])])
 def test_each_node_downloads_once(local_rank, downloads, asked, tmp_path, monkeypatch):
-    """Its first process, for which the others wait at a barrier."""
+    """The first process of each node downloads the dataset, and the others wait for it at a barrier."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    before = []  # how often the dataset was opened before the barrier, behind which it has been downloaded
+    before = []  # how often the dataset was opened before the barrier; after it, the download is complete
     monkeypatch.setattr(torch.distributed, "barrier", lambda: before.append(len(asked)) or tar.touch())
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     tar = tmp_path / "cifar.tar"
@@ -294,12 +294,12 @@ def test_each_node_downloads_once(local_rank, downloads, asked, tmp_path, monkey
     lambda root: common.load_dataset("folder", root), lambda root: ImageFolder(f"{root}/train"),
 ], ids=["ours", "torchvision's"])  # fmt: skip
 def test_the_fingerprint_is_of_the_images_not_of_their_place(load, tmp_path, monkeypatch):
-    """It is of their names and labels. The path of the folder may be a relative one."""
+    """The fingerprint depends on the images' names and labels, not on the path of the folder, which may be relative."""
     root = write_tree(tmp_path / "one", {"train/a": 3, "train/b": 2})
     monkeypatch.chdir(shutil.copytree(root, tmp_path / "two"))
     found = [common.fingerprint(load(folder)) for folder in (root, ".")]
     for old, new in ("b/1.png", "b/7.png"), ("b/7.png", "a/7.png"), ("a/7.png", "../7.png"):
-        (root / "train" / old).rename(root / "train" / new)  # the last time out of train/
+        (root / "train" / old).rename(root / "train" / new)  # the last one moves it out of train/
         found.append(common.fingerprint(load(root)))
     assert found[0] == found[1] and len(set(found)) == 4
 
@@ -308,11 +308,11 @@ def test_the_fingerprint_is_of_the_images_not_of_their_place(load, tmp_path, mon
 def test_there_is_one_label_per_image(targets):
     images = Pictures(np.zeros((3, 8, 8, 3), np.uint8), targets)
     with pytest.raises(common.UsageError, match="one per image"):
-        common.fingerprint(images)  # which every run and every evaluation begins with
+        common.fingerprint(images)  # every run and every evaluation begins with it
 
 
 def test_the_fingerprint_reads_no_images():
-    """Of one's own images it depends on their number and labels, and on which of them are chosen."""
+    """The fingerprint of a user's own dataset depends only on its number of images, its labels and a subset's rows."""
     labels = [0, 0, 0], [0, 1, 0], [0, 0], [0]
     images = [Pictures(np.zeros((len(some), 8, 8, 3), np.uint8), some) for some in labels]
     images += [common.ImageFiles("missing", ["a/0.png"], [0], ["a"])]
