@@ -86,9 +86,9 @@ def parse_args(argv=None):
     return args
 
 
-CIFAR = dict(  # not in the paper: MoCo's demo (branch colab-notebook) with MoCo v2's head and tau, and with a warmup
+CIFAR = dict(  # not in the paper: MoCo's demo (branch colab-notebook) with MoCo v2's head, tau and areas, and a warmup
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=0.99, queue=4096, blur_p=0.0, crop_scale=[0.08, 1.0],  # from 0.2 in moco_jointcrop.py
+    weight_decay=5e-4, momentum=0.99, queue=4096, blur_p=0.0,
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop

@@ -43,9 +43,10 @@ ARMS = {  # name: (how tables call it, its script with flags)
     "moco-demo": ("MoCo's demo", "moco_jointcrop.py --moco v1 --joint none"),
     "moco": ("MoCo v2", "moco_jointcrop.py --joint none"),
     "jointcrop": ("J-Crop(0)", "moco_jointcrop.py"),
-    "moco-008": ("MoCo v2, crops from 0.08", f"moco_jointcrop.py --joint none {FROM_008}"),  # JCL's and CLIM's baseline
+    "moco-008": ("MoCo v2, crops from 0.08", f"moco_jointcrop.py --joint none {FROM_008}"),
     "jointcrop-008": ("J-Crop(0), crops from 0.08", f"moco_jointcrop.py {FROM_008}"),
     "jcl": ("JCL", "jcl.py"),
+    "jcl-008": ("JCL, crops from 0.08", f"jcl.py {FROM_008}"),
     "clim": ("CLIM", "clim.py"),
     "logo": ("LoGo on MoCo", "logo.py"),
     "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0"),
