@@ -53,14 +53,16 @@ FROM_008 = ", crops from 0.08 of the area"
 SMALL = {  # the rows of the table of small_encoders.json: their names there, and in the table
     "MoCo v2, as its recipe is": "MoCo v2, `moco_jointcrop.py --joint none`",
     "J-Crop(0), as its recipe is": "J-Crop(0), `moco_jointcrop.py`",
-    f"MoCo v2{FROM_008}": "MoCo v2, the baseline of JCL and CLIM, `moco_jointcrop.py --joint none --crop-scale 0.08 1`",
-    f"J-Crop(0){FROM_008}": "J-Crop(0), `moco_jointcrop.py --crop-scale 0.08 1`",
     "JCL, as its recipe is": "JCL, `jcl.py`",
     "CLIM, as its recipe is": "CLIM, `clim.py` (positives from the sixth epoch on)",
     "MoCo, both views as queries, as its recipe is": "MoCo, both views as queries, `logo.py --local-crops 0`",
     "LoGo on MoCo, as its recipe is": "LoGo on MoCo, `logo.py`",
     "MoCo v3, as its recipe is": "MoCo v3, `patchmix.py --num-mix 1 --terms oto,mto --arch vit_micro`",
     "PatchMix, as its recipe is": "PatchMix, `patchmix.py --arch vit_micro`",
+    f"MoCo v2{FROM_008}": "MoCo v2, crops from 0.08, `moco_jointcrop.py --joint none --crop-scale 0.08 1`",
+    f"J-Crop(0){FROM_008}": "J-Crop(0), crops from 0.08, `moco_jointcrop.py --crop-scale 0.08 1`",
+    f"JCL{FROM_008}": "JCL, crops from 0.08, `jcl.py --crop-scale 0.08 1`",
+    f"CLIM{FROM_008}": "CLIM, crops from 0.08, `clim.py --crop-scale 0.08 1`",
 }
 
 
