@@ -125,14 +125,12 @@ def report(name, seconds, images):
 
 def report_counts(method, sides):
     """Print what a step gives to a device, {part: [operations, copies]} of each side, and the ratios of the whole."""
-    on_gpus = [side.pop("SGD as on GPUs")[0] - side["optimizer"][0] for side in sides]
     rows = {part: [side[part] for side in sides] for part in sides[0]}
-    rows["whole step"] = wholes = [np.sum([*side.values()], 0).tolist() for side in sides]
-    rows["whole step, SGD as on GPUs"] = [[n + more, m] for (n, m), more in zip(wholes, on_gpus, strict=True)]
+    rows["whole step"] = [np.sum([*side.values()], 0).tolist() for side in sides]
     print(f"{method}: operations and copies that a step gives to a device")
     for part, counts in rows.items():
         text = " over ".join(f"{operations:,} and {copies:,}" for operations, copies in counts)
-        is_compared = len(sides) > 1 and part.startswith("whole")
+        is_compared = len(sides) > 1 and part == "whole step"
         print(f"  {part:33} {text}" + (f": ratio {counts[0][0] / counts[1][0]:.3f}" if is_compared else ""), flush=True)
 
 
