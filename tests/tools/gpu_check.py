@@ -1,9 +1,9 @@
-"""What only a GPU can show, in one command: PASS, FAIL or SKIP per check, a verdict, and exit status 1 if one failed.
+"""Checks that need a GPU. Prints PASS, FAIL or SKIP for each, and exits with status 1 if one fails.
 
     python tests/tools/gpu_check.py [--seconds 480] [--only numbers waits]
-    python tests/tools/gpu_check.py --device cpu                             tries the script itself
+    python tests/tools/gpu_check.py --device cpu                             only tests this script
 
-The first three sections share a start. The longest section comes last.
+The first three sections run in one process. The longest section runs last.
 """
 
 import argparse
@@ -46,7 +46,7 @@ EVALUATIONS = {
     "MoCo's linear protocol": "eval_linear --protocol moco --epochs 2 --batch-size 32",
     "fine-tuning": "eval_linear --finetune --epochs 2 --batch-size 32",
 }
-RECIPES = {  # ImageNet's, as one of eight GPUs has them: images, and GB by tests/running.md
+RECIPES = {  # of ImageNet, for one of eight GPUs: (images, memory in GB as in tests/running.md)
     "moco_jointcrop --bn-groups 1": (32, 2.3), "jcl --bn-groups 1": (64, 5.7), "logo --bn-groups 1": (32, 4.4),
     "clim --bn-groups 2 --clim-start 0 --num-clusters 16": (64, 5.6), "logo --base simsiam": (32, 4.1),
     "patchmix --mix-slices 1": (128, 10.2), "moco_jointcrop --moco v3": (512, 48.9),
@@ -55,26 +55,26 @@ RECIPES = {  # ImageNet's, as one of eight GPUs has them: images, and GB by test
 
 
 def make_few_patterns():
-    """From now on the demo's images are few: 3 steps per epoch."""
+    """Reduce the demo's images for the rest of this process, to three steps per epoch."""
     make, few = functools.cache(common.Patterns), {4096: 96, 1024: 32}
     common.Patterns = lambda count, size, seed: make(few.get(count, count), size, seed)
 
 
 def train(case, out, *flags, **own):
-    """The records of a run in this process. own: its images."""
+    """Train in this process, and return the records of the epochs. own: datasets to use instead, by name."""
     module, args = parse(case, *FLAGS, "--out", out, *flags)
     module.main(args, **own)
     return records(out)
 
 
 def evaluate(case, out, run, *flags):
-    """The scores of a run's encoder."""
+    """Evaluate the encoder of a run, and return the scores."""
     module, args = parse(case, run, *["--out", out] * ("--epochs" in case), "--workers", "0", *flags)
     return module.main(args)["encoder"]
 
 
 def train_until(step, *words):
-    """A run that Ctrl-C ends before this step. words: of `train`."""
+    """Train until Ctrl-C before a step, counted from 1. words: see `train`."""
     begin = mock.Mock(side_effect=[None] * (step - 1) + [KeyboardInterrupt])
     with watched(begin, mock.Mock()), contextlib.suppress(KeyboardInterrupt):
         train(*words)
@@ -82,7 +82,7 @@ def train_until(step, *words):
 
 @contextlib.contextmanager
 def drawn_on_the_cpu():
-    """Inside, views are colored on the CPU, and torch.randperm and randn draw there: GPUs have numbers of their own."""
+    """Inside, `augment`, torch.randperm and torch.randn run on the CPU, because GPUs draw other random numbers."""
 
     def moved(function):
         return lambda *size, device=None, **more: function(*size, **more).to(device or "cpu")
@@ -98,23 +98,23 @@ def drawn_on_the_cpu():
         yield
 
 
-# What is compared of the second epoch: not the gradient's norm, because rounding moves it too far. Where the first
-# weights have a relative noise of 1e-6, on a CPU in float64, it is 17 % off in the sixth step (LoGo; MoCo v2: 28 %),
-# but the loss 0.1 and 0.4 %, and std 0.6 and 0.1 %.
+# Compared in the second epoch. The gradient's norm is not, because rounding changes it too much. With a relative noise
+# of 1e-6 in the initial weights (on a CPU in float64), it changed by 17% in the sixth step of LoGo, and by 28% in that
+# of MoCo v2. The loss changed by 0.1% and 0.4%, and std by 0.6% and 0.1%.
 STEADY = ("loss", "std")
 
 
 def differ(one, other, rounding, names=("loss", "grad_norm", "std")):
-    """What of two epochs' records differs by more than rounding, in words."""
+    """Return, as texts, the values that differ between the records of two epochs by more than the ratio `rounding`."""
     pairs = [(name, one[name], other[name]) for name in names if name in other]
     return [f"{name} {x:.5g}, not {y:.5g}" for name, x, y in pairs if not abs(x - y) <= rounding * abs(y) + 1e-3]
 
 
-# --------------------- the sections: each yields (what, what is wrong, a list); None: the device is too small for it
+# ------------- the sections: each yields (check, list of errors), or (check, None) if the GPU has too little memory
 
 
 def numbers(device, folder):
-    """In float32 the GPU computes what the CPU does; in bf16 about; an ended run resumes, there or here."""
+    """Runs in float32 agree with the CPU's, those in bf16 roughly. A stopped run resumes on the GPU or on the CPU."""
     there, here = ["--device", device], "--device cpu --amp off".split()
     for name, case in CASES.items():
         with drawn_on_the_cpu():
@@ -132,7 +132,7 @@ def numbers(device, folder):
 
 
 def evaluations(device, folder):
-    """The scores are the CPU's, but for one or two of 32 images, which rounding may turn."""
+    """Scores agree with the CPU's, except for one or two of 32 images, whose predictions rounding may change."""
     train(CASES["PatchMix"], folder / "evaluated", "--device", "cpu")
     for name, case in EVALUATIONS.items():
         flags = ["--amp", "off"] + "--drop-path 0 --erase 0".split() * (name == "fine-tuning")  # draw on the device
@@ -142,9 +142,9 @@ def evaluations(device, folder):
 
 
 def waits(device, folder):
-    """No line of a step waits for the GPU, by CUDA's own account; but the first step may, for libraries that start.
+    """No step waits for the GPU, according to torch's sync debug mode. The first step may, while libraries start.
 
-    Two workers, which are forked after CUDA has begun, load the batches, and these are pinned.
+    Two workers, which are forked after CUDA has started, load the batches, and these are in pinned memory.
     """
     mode = torch.cuda.set_sync_debug_mode
 
@@ -165,7 +165,7 @@ def waits(device, folder):
 
 
 def group(device, folder):
-    """By NCCL: ShuffleBN and, with several GPUs, DDP and SyncBatchNorm. All processes end with the same model."""
+    """With NCCL, all processes end with the same model: ShuffleBN and, with several GPUs, DDP and SyncBatchNorm."""
     device = common.init_distributed(device)[0]
     if not dist.is_initialized():  # one process
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
@@ -185,14 +185,14 @@ def group(device, folder):
 
 
 def recipes(device, folder):
-    """Peak memory and speed of the ImageNet recipes, by six steps without the loading."""
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = True  # as a script has it
+    """Peak memory and speed of the ImageNet recipes, measured over six steps without the loading."""
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = True  # as in the scripts
     times = []
 
     def note():
         torch.cuda.synchronize()
         times.append(time.perf_counter())
-        if len(times) == 2:  # the first step tries convolutions, and the second takes its memory anew
+        if len(times) == 2:  # the first step has tried convolutions, which needs more memory
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
@@ -213,25 +213,25 @@ def recipes(device, folder):
 
 
 def compiled(device, folder):
-    """--compile changes no number by more than rounding."""
+    """Runs with and without --compile agree."""
     flags = ["--device", device, "--amp", "off", "--knn-every", "0"]
     plain, other = (train(CASES["JCL"], folder / f"JCL{more}", *flags, *more) for more in ([], ["--compile"]))
     yield "JCL", differ(other[0], plain[0], 2e-2)
 
 
 SECTIONS = {f.__name__: f for f in (numbers, evaluations, waits, group, recipes, compiled)}
-# Sections that share a start, and torchrun's processes
+# (sections, number of torchrun's processes or 0)
 PLAN = ("numbers evaluations waits", 0), ("group", 1), ("group", 2), ("recipes", 0), ("compiled", 0)
 
 
 def verdict(section, what, wrong):
-    """A check in words."""
+    """Return the result of a check as a line of text."""
     word = "SKIP" if wrong is None else "FAIL" if wrong else "PASS"
     return f"{word} {section}: {what}  {'; '.join(wrong or [])}".rstrip()
 
 
 def make_checks(device, folder, *sections):
-    """Make the checks of some sections, in this process. Exit status 1 if one failed."""
+    """Run sections in this process, and exit with status 1 if a check fails."""
     make_few_patterns()
     torch.backends.cudnn.allow_tf32 = False  # numbers are compared with the CPU's
     answer, failed = sys.stdout, False

@@ -1,13 +1,14 @@
-"""What is measured on a GPU, in this order and within a time limit: `results.py gpu` does what is not kept yet.
+"""The measurements on a GPU. `results.py gpu` makes those that tests/results/gpu does not have, within a time limit.
 
-1. gpu_check.py, while what is timed next starts and compiles.
-2. speed: a step of the five scripts, of the network alone, with color, and of the whole loop, with and without
-   --compile. They start at once, and are timed one after another when all have done their first step.
-3. ARMS, some at once: trainings on CIFAR-10 in memory. Each is evaluated by kNN and a linear probe, beside the next.
+1. gpu_check.py. Meanwhile, the scripts of the next item start and compile.
+2. speed: the time per step of the five scripts, with and without --compile, of the network alone, with color, and of
+   the whole loop. When all scripts have done their first step, they are timed one after another.
+3. ARMS: trainings on CIFAR-10, with the images in memory, a few at a time. After each, its encoder is evaluated by kNN
+   and a linear probe, while the next one trains.
 
-Each leaves one JSON file. A training that the time has cut is kept as far as it came, and resumed by the next call on
-the same machine, where its folder in runs/gpu still is. On another machine it begins anew. --arms chooses from the
-list: gpu_check, speed, and ARMS with the seed, as in moco-s0.
+Each script of `speed` and each training has a JSON file. If the time limit stops a training, the file has its complete
+epochs. The next call on the same machine resumes the training from its folder in runs/gpu. On another machine, the
+training starts again. --arms selects from the list: gpu_check, speed, or arms with a seed, such as moco-s0.
 """
 
 import contextlib
@@ -37,9 +38,9 @@ import eval_linear
 
 RUNS, KEPT = ROOT / "runs" / "gpu", ROOT / "tests" / "results" / "gpu"
 VIT = "patchmix.py --arch vit_tiny --patch-size 4"
-FROM_008 = "--crop-scale 0.08 1"  # MoCo's demo's areas
-SMALL_VIEWS = "--arch resnet_mini --clim-start 1 --image-size 28 20"  # of which `results.py begin` has 48 steps
-ARMS = {  # name: (how tables call it, its script with flags)
+FROM_008 = "--crop-scale 0.08 1"  # as in MoCo's demo
+SMALL_VIEWS = "--arch resnet_mini --clim-start 1 --image-size 28 20"  # `results.py begin` trains it for 48 steps
+ARMS = {  # name: (title in the tables, script with flags)
     "moco-demo": ("MoCo's demo", "moco_jointcrop.py --moco v1 --joint none"),
     "moco": ("MoCo v2", "moco_jointcrop.py --joint none"),
     "jointcrop": ("J-Crop(0)", "moco_jointcrop.py"),
@@ -59,13 +60,13 @@ ARMS = {  # name: (how tables call it, its script with flags)
 SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
 SPEEDS |= {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
 CHOICES = ["gpu_check", "speed"] + [f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS]
-SPEED_SECONDS = 300  # then a step that is not timed yet is given up: what compiles must not take all the time
-CHECKS = "numbers evaluations waits group compiled".split()  # not recipes, which take much memory
-DRY = "--device cpu --batch-size 32"  # of --dry-run
+SPEED_SECONDS = 300  # time limit of `speed`, so that compilation leaves time for the trainings
+CHECKS = "numbers evaluations waits group compiled".split()  # without `recipes`, which needs much memory
+ON_CPU = ["--device", "cpu"]  # for --dry-run
 
 
 class InMemory(list):
-    """Images in memory: items (PIL image, label). images: (n, H, W, 3) uint8."""
+    """A dataset in memory, with items (PIL image, label). images: (n, H, W, 3) uint8."""
 
     def __init__(self, images, targets, classes):
         self.targets, self.classes = [int(target) for target in targets], list(classes)
@@ -77,9 +78,9 @@ def pixels(data):
 
 
 def unpack(archives):
-    """Decode the images train/CLASS/NAME and test/CLASS/NAME of archives, once, into runs/gpu/images.npz.
+    """Decode the images train/CLASS/NAME and test/CLASS/NAME of tar archives, and save them in runs/gpu/images.npz.
 
-    CIFAR-10's original images fit into two archives of 54 MB as lossless WebP files.
+    As lossless WebP files, the images of CIFAR-10 fit into two archives of 54 MB.
     """
     files = {}
     for archive in archives:
@@ -92,7 +93,7 @@ def unpack(archives):
 
 
 def load(dry):
-    """The training and the test images that `unpack` has left; dry: few of them."""
+    """Load the training and the test images that `unpack` has saved. dry: only every 200th."""
     saved = np.load(RUNS / "images.npz")
     images, (split, label) = saved["images"], saved["parts"].T
     classes, step = np.unique(label), 200 if dry else 1
@@ -101,19 +102,19 @@ def load(dry):
 
 
 def opened(line, out, dry, *more):
-    """The module and the arguments of a command line; dry: with a small encoder, on the CPU."""
-    small = ["--arch", "vit_micro" if "patchmix" in line else "resnet_mini", *DRY.split()]
+    """Return the module and the arguments of a command line. dry: with a small encoder, on the CPU."""
+    small = ["--arch", "vit_micro" if "patchmix" in line else "resnet_mini", *ON_CPU, "--batch-size", "32"]
     return parse(line.replace(".py", ".py --dataset cifar10"), "--out", out, *more, *small * dry)
 
 
 def card():
-    """What a measurement was made with."""
+    """Return the device and the versions of a measurement."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return dict(device=name, torch=torch.__version__, cuda=torch.version.cuda, commit=os.environ.get("COMMIT"))
 
 
 def columns(epochs):
-    """The records of epochs as {name: [value of each epoch]}, or as {name: {epoch: value}} if only some have it."""
+    """Return the records of epochs as {name: [value per epoch]}, or {name: {epoch: value}} if some epochs lack it."""
     found = {}
     for name in dict.fromkeys(itertools.chain(*epochs)):
         values = {str(epoch["epoch"]): epoch[name] for epoch in epochs if name in epoch}
@@ -122,21 +123,21 @@ def columns(epochs):
 
 
 def write(file, record):
-    """Write a JSON object, with an entry per line and numbers of five digits."""
+    """Write a JSON object with one entry per line. Numbers are rounded to five digits."""
     record = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.5g}"))
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
     common.write_file(file, lambda f: f.write(f"{{\n{lines}\n}}\n".encode()))
 
 
-# ------------------------------------------------- each in a process of its own
+# ------------------------------------------------- each in its own process
 
 
 def speed(name, out, dry):
-    """Time a step of a script: the network alone on views that are on the device, with color, and the whole loop."""
+    """Time a step of a script: the network alone, on augmented views; with color; and the whole loop with loading."""
     line, (workers, warm, timed) = SPEEDS[name], (0, 1, 2) if dry else (8, 5, 20)
     module, args = opened(line, RUNS / f"speed/{os.getpid()}", dry, "--knn-every", 0, "--workers", workers)
     views, ms, color, began = {}, {}, module.augment, time.perf_counter()
-    found, lock = dict(command=line, batch=args.batch_size), open(RUNS / "lock", "w")  # it locks while it is open
+    found, lock = dict(command=line, batch=args.batch_size), open(RUNS / "lock", "w")
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def augment(x, *more):
@@ -154,7 +155,7 @@ def speed(name, out, dry):
         (RUNS / "speed" / f"{name}.ready").touch()
         while not (RUNS / "speed" / "go").exists():
             time.sleep(0.1)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends, so that one script is timed at a time
         for mode in ("network", "color", "loop"):
             for step in range(warm + timed):
                 if step == warm:
@@ -164,7 +165,7 @@ def speed(name, out, dry):
             synchronize()
             ms[mode] = round(1000 * (time.perf_counter() - start) / timed, 2)
         keep()
-        with torch.profiler.profile() as profiler:  # what the device does in a step, with color
+        with torch.profiler.profile() as profiler:  # the kernels of a step, with color
             for _ in range(5):
                 yield first
             synchronize()
@@ -184,7 +185,7 @@ def speed(name, out, dry):
 
 
 def record(name, flags):
-    """What is kept of a training of an arm, as far as it has come. flags: that were added to those of ARMS."""
+    """Return the record of an arm's training up to its last complete epoch. flags: added to those of ARMS."""
     arm, seed = name.rsplit("-s", 1)
     images = int(json.loads((RUNS / name / "config.json").read_text())["images"].split()[0])
     epochs = records(RUNS / name)
@@ -195,7 +196,7 @@ def record(name, flags):
 
 
 def jitter_per_image(x, *values, p, jitter=common.color_jitter):
-    """common.color_jitter with an order of the four changes that is drawn per image, as torchvision draws it."""
+    """common.color_jitter with a random order of the four changes per image, as in torchvision."""
     orders = list(itertools.permutations(range(4)))
     drawn, y = torch.randint(len(orders), (len(x),)), x.clone()
     for i, order in enumerate(orders):
@@ -215,13 +216,13 @@ def train(name, out, dry, flags, workers):
 
 
 def evaluate(name, out, dry, flags, workers):
-    """Evaluate a trained arm, and write its JSON."""
-    images, words = load(dry), [str(RUNS / name), "--no-baselines", "--workers", workers, *DRY.split()[:2] * dry]
+    """Evaluate a trained arm, and write its JSON file."""
+    images, words = load(dry), [str(RUNS / name), "--no-baselines", "--workers", workers, *ON_CPU * dry]
     found = record(name, flags) | dict(kNN={})
-    for temperature in ("0.07", "0.1") if name.startswith("moco-demo") else ("0.07",):  # 0.1: the demo's own
+    for temperature in ("0.07", "0.1") if name.startswith("moco-demo") else ("0.07",):  # the demo has 0.1
         args = eval_knn.parse_args([*words, "--k", "20", "200", "--temperature", temperature])
         found["kNN"][temperature] = eval_knn.main(args, *images)["encoder"]
-    if name.startswith("moco-demo"):  # whose notebook may vote by the embeddings, not the features
+    if name.startswith("moco-demo"):  # its notebook may classify by the embeddings, not the features
         state, (encoder, info) = common.load_checkpoint(RUNS / name / "last.pt")["model"], common.open_encoder(args)
         head = torch.nn.Linear(*state["projector.0.weight"].shape[::-1])
         head.load_state_dict(dict(weight=state["projector.0.weight"], bias=state["projector.0.bias"]))
@@ -229,7 +230,7 @@ def evaluate(name, out, dry, flags, workers):
         options = dict(workers=args.workers, amp=common.use_bf16(args.amp, device), temperature=0.1)
         model = torch.nn.Sequential(encoder, head).to(device)
         found["kNN"]["0.1, embeddings"] = common.knn_monitor(model, info, *images, device, **options)
-    write(f"{out}/{name}.json", found)  # the time may cut the probe
+    write(f"{out}/{name}.json", found)  # the time limit may stop the linear probe
     found["linear"] = eval_linear.main(eval_linear.parse_args(words), *images)["encoder"]
     write(f"{out}/{name}.json", found)
 
@@ -238,25 +239,25 @@ def evaluate(name, out, dry, flags, workers):
 
 
 def finished(folder):
-    """The names of what a folder has, without trainings that the time has cut: {name: what is kept}."""
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
-    return {name: kept for name, kept in found.items() if "kNN" in kept or "ms" in kept}
+    """Return the names of the measurements in a folder, without trainings that the time limit has stopped."""
+    found = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
+    return {name for name, measured in found.items() if "kNN" in measured or "ms" in measured}
 
 
 def run(args):
-    """Do what is not kept yet in tests/results/gpu or args.out, until args.minutes are over."""
+    """Make the measurements that tests/results/gpu and args.out do not have, within args.minutes."""
     end, out, dry = time.time() + 60 * args.minutes, args.out.resolve(), ["--dry-run"] * args.dry_run
     for folder in (RUNS, out):
         folder.mkdir(parents=True, exist_ok=True)
     if not (RUNS / "images.npz").exists():
         unpack(args.archive)
-    done = {*finished(out), *finished(KEPT)}
+    done = finished(out) | finished(KEPT)
     wanted = [name for name in args.arms or CHOICES if name not in done]
     began = time.time()
 
     def work(name, *words, until=end):
-        """Run Python with these words, and end it at a time. Return its exit status."""
-        limit = ["timeout", "--foreground", str(max(1, until - time.time()))]  # in the foreground Ctrl-C ends it, too
+        """Run Python with these words, at most until a time, and return the exit status."""
+        limit = ["timeout", "--foreground", str(max(1, until - time.time()))]  # in the foreground, Ctrl-C stops it, too
         environment = os.environ | {"OMP_NUM_THREADS": "1", "COMMIT": args.commit}
         how = dict(env=environment, cwd=ROOT, stderr=subprocess.STDOUT)
         with open(RUNS / f"{name}.log", "a") as log:
@@ -283,16 +284,15 @@ def run(args):
             shutil.rmtree(RUNS / "speed", ignore_errors=True)
             (RUNS / "speed").mkdir()
             timed = {name: beside.submit(time_a_step, name) for name in SPEEDS if f"speed-{name}" not in done}
-            begun = {name: RUNS / "speed" / f"{name}.ready" for name in timed}
-            while not all(begun[name].exists() or timed[name].done() for name in timed):
+            while not all(job.done() or (RUNS / "speed" / f"{name}.ready").exists() for name, job in timed.items()):
                 time.sleep(0.1)
             wait(started)
             (RUNS / "speed" / "go").touch()
             wait(timed.values())
         with ThreadPoolExecutor(args.at_once) as at_once:
             list(at_once.map(train_and_evaluate, arms))
-    for work_beside in started:
-        work_beside.result()  # raises what it has raised
+    for job in started:
+        job.result()  # raises the job's exception, if any
     for name in arms:
         if name not in finished(out) and (RUNS / name / "metrics.jsonl").exists():
             write(out / f"{name}.json", record(name, args.flags))
