@@ -157,6 +157,7 @@ def test_what_follows_from_other_flags():
     released = "--dataset imagenet --variant released"
     assert values(patchmix, f"{released} --num-mix 4", "term_weights") == [[1, 0.5, 0.125]]
     assert values(patchmix, f"{released} --num-mix 4 --term-weights 1 2 3", "term_weights") == [[1, 2, 3]]
+    assert values(patchmix, "--weight-decay 0.1", "weight_decay") == [[0.1, 0.1]]
     chosen = patchmix.chosen_terms(patchmix.parse_args("--terms mtm,oto,mto --term-weights 1 0 3".split()))
     assert chosen == dict(oto=1, mtm=3)
     for count, smallest in ((0, 0.05), (2, 0.35)):
