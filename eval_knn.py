@@ -36,7 +36,6 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.dump and (os.path.exists(args.dump) or not os.access(os.path.dirname(args.dump), os.W_OK)):
         parser.error(f"--dump: {args.dump} already exists, or cannot be written")
-    common.refuse(parser, args, args.dump, ["k", "temperature", "no_baselines"], "with --dump")
     return args
 
 
