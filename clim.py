@@ -585,7 +585,7 @@ def main(args, train=None, test=None):
         # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
-            records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
+            records[-1] |= common.knn_accuracy(model.backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
     common.log_epoch(f"finished: {args.out}", records)

@@ -777,7 +777,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     return torch.cat(predicted, 1)
 
 
-def knn_monitor(encoder, info, train, test, device, workers, amp=False, batch_size=256, k=(20, 200), temperature=0.07):
+def knn_accuracy(encoder, info, train, test, device, workers, amp=False, batch_size=256, k=(20, 200), temperature=0.07):
     """Return an encoder's accuracy by `knn_predict` on the labeled images, {"knn20_top1": percent, ...}."""
     train, test = with_labels(train), with_labels(test)
     train_x = extract_features(encoder, train, info, device, batch_size, workers, amp, whole=False)

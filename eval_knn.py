@@ -69,7 +69,7 @@ def main(args, train=None, test=None):
     encoders = {"encoder": encoder} | ({} if args.no_baselines else common.baselines(info, args.seed, len(train)))
     results = {}
     for name, network in encoders.items():
-        results[name] = common.knn_monitor(network.to(device), info, train, test, device, **options)
+        results[name] = common.knn_accuracy(network.to(device), info, train, test, device, **options)
         common.log(f"{name:>10}  " + "  ".join(f"{score} {value:.2f}%" for score, value in results[name].items()))
     return results
 

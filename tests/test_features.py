@@ -100,7 +100,7 @@ def sharded(folder):
         assert gathered is None if rank else gathered.equal(whole)
         result += [whole, common.knn_predict(part, common.local_rows(torch.arange(n) % 3), test_x, (1, 2, 9), 0.1, 3)]
         if n > 1:
-            result.append(torch.tensor([*common.knn_monitor(encoder, INFO, images, test, CPU, 0).values()]))
+            result.append(torch.tensor([*common.knn_accuracy(encoder, INFO, images, test, CPU, 0).values()]))
             result.append(torch.tensor([*common.embedding_health(part).values()]))
     torch.save(result, f"{folder}/{rank}.pt")
 

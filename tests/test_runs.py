@@ -143,14 +143,14 @@ def test_an_error_is_not_glued_to_the_progress_line(kind, monkeypatch, capsys):
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_compiled_encoders_change_nothing(method, tmp_path, monkeypatch):
     """Weights differ only by rounding, here without the compiler's own code. Nothing is compiled for kNN."""
-    graphs, compiled, monitor = [], [], common.knn_monitor
+    graphs, compiled, monitor = [], [], common.knn_accuracy
 
     def watched(*words):
         before, found = len(graphs), monitor(*words)
         assert len(graphs) == before
         return found
 
-    monkeypatch.setattr(common, "knn_monitor", watched)
+    monkeypatch.setattr(common, "knn_accuracy", watched)
     eager = functools.partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph)
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or eager(function))
     run(method, tmp_path / "usual", "--epochs", 1)

@@ -187,7 +187,7 @@ def strike(patch, moment, end=Mock(side_effect=KeyboardInterrupt)):
         return
     (place, number), calls, save = moment.split(), itertools.count(1), torch.save
     clim, linear = (importlib.import_module(name) for name in ("clim", "eval_linear"))
-    places = dict(step=[(common.Meter, "update")], knn=[(common, "knn_monitor"), (linear, "scores")])
+    places = dict(step=[(common.Meter, "update")], knn=[(common, "knn_accuracy"), (linear, "scores")])
     places |= dict(save=[(torch, "save"), (os, "fsync"), (os, "replace")], choice=[(clim, "choose_positives")])
     places["anything"] = sum(places.values(), [])
 

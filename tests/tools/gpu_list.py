@@ -229,7 +229,7 @@ def evaluate(name, out, dry, flags, workers):
         device, *_ = common.init_distributed(args.device)
         options = dict(workers=args.workers, amp=common.use_bf16(args.amp, device), temperature=0.1)
         model = torch.nn.Sequential(encoder, head).to(device)
-        found["kNN"]["0.1, embeddings"] = common.knn_monitor(model, info, *images, device, **options)
+        found["kNN"]["0.1, embeddings"] = common.knn_accuracy(model, info, *images, device, **options)
     write(f"{out}/{name}.json", found)  # the time limit may stop the linear probe
     found["linear"] = eval_linear.main(eval_linear.parse_args(words), *images)["encoder"]
     write(f"{out}/{name}.json", found)
