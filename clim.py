@@ -132,7 +132,7 @@ def recipe(args):
     """Return the defaults, {name: value}, that suit args, whose image_size is None if not given."""
     values = dict(RECIPES[args.dataset])
     if common.is_vit(args.arch):
-        values["bn_groups"] = 1  # it has no batch norm
+        values["bn_groups"] = 1  # a ViT has no batch norm
     if args.selection == "knn":
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
     has_one_size = args.selection == "none" or args.local_crops  # the baseline, and Table 7's multi-crop

@@ -977,7 +977,7 @@ def progress(text):
 
 
 def log_demo(args, flags, finished=False):
-    """If this run is the demo, print how to train on real data; finished: only how the paper's run is started."""
+    """For a run of the demo, print how to train on real data. flags: the paper's run. finished: only its command."""
     if not flags or args.dataset != "patterns" or args.show_views or os.environ.get("RANK", "0") != "0":
         return
     if not finished:

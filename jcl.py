@@ -109,7 +109,7 @@ def recipe(args):
     """Return the defaults, {name: value}, that suit args."""
     values = dict(RECIPES[args.dataset])
     if common.is_vit(args.arch):
-        values["bn_groups"] = 1  # it has no batch norm
+        values["bn_groups"] = 1  # a ViT has no batch norm
     if args.variant == "released":
         values |= dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # keys: D2, lambda: D1
         if args.dataset in ("imagenet", "folder"):

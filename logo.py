@@ -138,7 +138,7 @@ def recipe(args):
     """Return the defaults, {name: value}, that suit args."""
     values = dict(RECIPES[args.dataset], l2l=args.local_crops > 0)
     if common.is_vit(args.arch):
-        values["bn_groups"] = 1  # it has no batch norm
+        values["bn_groups"] = 1  # a ViT has no batch norm
     if args.base == "simsiam":
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inferred (D12)
         values |= dict(queue=None, temperature=None, bn_groups=None, momentum=None)  # it has none of them

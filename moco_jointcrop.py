@@ -145,7 +145,7 @@ def recipe(args):
     values = dict(RECIPES[args.dataset], moco="v3" if args.variant == "released" else "v2")
     moco = args.moco or values["moco"]
     if common.is_vit(args.arch):
-        values["bn_groups"] = 1  # it has no batch norm
+        values["bn_groups"] = 1  # a ViT has no batch norm
     if args.dataset == "patterns":
         values |= dict(v1=V1, v2={}, v3=V3_PATTERNS)[moco]
     elif args.dataset in ("cifar10", "cifar100", "stl10"):
