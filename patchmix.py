@@ -435,8 +435,8 @@ def main(args, train=None, test=None):
     width = common.feature_width(backbone, *sizes)
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
-    options = dict(temperature=args.temperature, smoothing=args.smoothing, key_encoder=args.key_encoder)
-    model = PatchMix(backbone, width, args.hidden, args.dim, terms=terms, **mixing, **options)
+    loss_options = dict(terms=terms, temperature=args.temperature, smoothing=args.smoothing)
+    model = PatchMix(backbone, width, args.hidden, args.dim, key_encoder=args.key_encoder, **mixing, **loss_options)
     synchronize = world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only
     model = timm.layers.convert_sync_batchnorm(model) if synchronize else model
     model.to(device)
