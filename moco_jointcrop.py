@@ -131,7 +131,7 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     folder=dict(queue=None, bn_groups=2, momentum=[0.99, 0.99]),  # not in the paper; None: a tenth of the images
 )  # fmt: skip
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
-V1_CIFAR = dict(temperature=0.1, warmup=0.0, crop_scale=[0.08, 1.0])  # exactly MoCo's demo, with a cosine
+V1_CIFAR = dict(temperature=0.1, warmup=0.0, crop_scale=[0.08, 1.0])  # MoCo's demo, with a cosine
 V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
     queue=None, bn_groups=None,  # it has neither
@@ -688,7 +688,7 @@ def convert_split_batchnorm(module, groups):
 #    1e-4 --crop-scale 0.2 1 --queue 65536`, where the learning rate is 0.5 for 512 images. Here: MoCo's own demo on
 #    CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1 --joint none`. MoCo v2 has its own
 #    head, temperature and areas, and one epoch of warmup, without which JointCrop's embeddings were nearly equal for
-#    three epochs. STL-10: a queue of 8,192, and ImageNet's stem.
+#    three epochs (with areas from 0.08). STL-10: a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.
