@@ -18,7 +18,7 @@ without one (v3). Inferred: only the paper's appendix was available, so JointBlu
     python moco_jointcrop.py --dataset cifar10 --joint none                   # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 moco_jointcrop.py --dataset imagenet --data-dir DIR --moco v1
 
-The baseline is MoCo, which is exactly `--joint none` (v1 with ContrastiveCrop's views). JointCrop and JointBlur change:
+The baseline is exactly MoCo: `--joint none` (on ImageNet, v1 has ContrastiveCrop's views). The two methods change:
     two areas, each drawn on its own          ->  two areas whose ratio is drawn first              (JointCrop)
     each view is blurred or not on its own    ->  one draw for both, and sigmas by the same rule    (draw_sigmas)
 (D1), (D2), ... at the end are differences between the paper, the released code (`--variant released`) and this file.
