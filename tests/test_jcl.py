@@ -1,9 +1,8 @@
-"""jcl.py matches the paper: Eq. 8 with an explicit covariance, the bound of Eq. 5-7, and Eq. 3."""
+"""jcl.py matches the paper: Eq. 8 with an explicit covariance, and Eq. 3."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import assert_same, generator, info_nce, random_views, state_of, unit, values
+from conftest import assert_same, info_nce, random_views, state_of, unit, values
 
 import jcl
 
@@ -24,22 +23,6 @@ def eq8(q, k, queue, tau, lam):
 def test_jcl_loss_is_eq8(keys, tau, lam):
     q, k, queue = unit(4, 6, grad=True), unit(4, keys, 6, seed=1), unit(9, 6, seed=2)
     assert_same(jcl.jcl_loss(q, k, queue, tau, lam), eq8(q, k, queue, tau, lam), q)
-
-
-@pytest.mark.parametrize("spread", [0.05, 0.2, 0.5, 0.0])
-def test_bound_on_the_expectation_eq6(spread):
-    """With lambda = 1, Eq. 8 is never below Eq. 6 for keys from N(mu, Sigma), and equals it if all keys are equal."""
-    g = generator()
-    q, queue = unit(1, 6), unit(9, 6, seed=10)
-    k = F.normalize(unit(1, 1, 6, seed=20) + spread * torch.randn(1, 5, 6, dtype=torch.float64, generator=g), dim=-1)
-    mu, centered = k[0].mean(0), k[0] - k[0].mean(0)
-    noise = torch.randn(400_000, 5, dtype=torch.float64, generator=g) @ centered / 5**0.5  # its covariance is Sigma
-    positive = (mu + noise) @ q[0] / 0.2
-    samples = torch.logaddexp(positive, torch.logsumexp(queue @ q[0] / 0.2, 0)) - positive
-    bound, error = jcl.jcl_loss(q, k, queue, 0.2, 1.0), 4 * samples.std() / len(samples) ** 0.5
-    assert bound >= samples.mean() - error - 1e-12
-    if spread == 0:
-        torch.testing.assert_close(bound, samples.mean())
 
 
 @pytest.mark.parametrize("flags", ["", "--vanilla"])
