@@ -309,9 +309,10 @@ def test_that_std_may_rise_slowly_is_said_at_once(flags, is_said, tmp_path):
 
 def test_recipes():
     paper = dict(num_clusters=10000, knn_k=40, num_positives=10, refresh_every=5)  # App. A.2
-    paper |= dict(arch="resnet50", batch_size=512, weight_decay=1e-4, alpha=2.0, temperature=0.2, queue=65536)
+    paper |= dict(arch="resnet50", batch_size=512, lr=0.03, weight_decay=1e-4, alpha=2.0, temperature=0.2, queue=65536)
     paper |= dict(momentum=0.999, dim=128, bn_groups=16, image_size=[224, 160], selection="center", mix="cutmix")
     assert values(clim, "--dataset imagenet", " ".join(paper)) == [*paper.values()]
+    assert values(clim, "--dataset cifar10", "batch_size lr") == [512, 0.03]
     assert values(clim, "--dataset imagenet --selection knn", "knn_k") == [10]  # Table 6
     assert values(clim, "--image-size 24 40", "image_size") == [[40, 24]]  # the largest first
     for flags in ("--selection none", "--local-crops 2"):  # Table 7's multi-crop has one size

@@ -43,7 +43,8 @@ def test_forward_is_eq8_or_eq3(flags):
 
 
 def test_recipes():
-    names = "num_keys lam lam_schedule temperature batch_size queue"
-    assert values(jcl, "--dataset imagenet", names) == [5, 4.0, "constant", 0.2, 512, 65536]
-    assert values(jcl, "--dataset imagenet --variant released", names) == [4, 2.0, "ramp", 0.2, 256, 65536]
-    assert values(jcl, "--dataset imagenet100", "arch epochs batch_size") == ["resnet18", 100, 128]
+    names = "num_keys lam lam_schedule temperature batch_size queue lr"  # lr: per 256 images
+    assert values(jcl, "--dataset imagenet", names) == [5, 4.0, "constant", 0.2, 512, 65536, 0.03]
+    assert values(jcl, "--dataset imagenet --variant released", names) == [4, 2.0, "ramp", 0.2, 256, 65536, 0.03]
+    assert values(jcl, "--dataset imagenet100", "arch epochs batch_size lr") == ["resnet18", 100, 128, 0.2]
+    assert values(jcl, "--dataset cifar10", "batch_size lr") == [512, 0.03]

@@ -259,17 +259,19 @@ def test_v3_and_simsiam_start_from_zero_residual_branches():
 
 
 def test_recipes_of_moco():
-    names = "temperature milestones queue momentum epochs batch_size weight_decay bn_groups"
-    assert values(moco, "--dataset imagenet", names) == [0.2, [], 65536, [0.999, 0.999], 200, 256, 1e-4, 8]
-    assert values(moco, "--dataset imagenet --moco v1", names)[:4] == [0.07, [0.6, 0.8], 65536, [0.999, 0.999]]
-    names = "batch_size momentum temperature hidden blur_p"
-    assert values(moco, "--dataset imagenet --moco v3", names) == [4096, [0.99, 1], 1, 4096, [1, 0.1]]
+    names = "temperature milestones queue momentum batch_size lr min_lr epochs weight_decay bn_groups"
+    assert values(moco, "--dataset imagenet", names) == [0.2, [], 65536, [0.999, 0.999], 256, 0.03, 0, 200, 1e-4, 8]
+    v1 = [0.07, [0.6, 0.8], 65536, [0.999, 0.999], 256, 0.03, 0]
+    assert values(moco, "--dataset imagenet --moco v1", names)[:7] == v1
+    names = "batch_size lr min_lr momentum temperature hidden blur_p"
+    assert values(moco, "--dataset imagenet --moco v3", names) == [4096, 0.6, 0, [0.99, 1], 1, 4096, [1, 0.1]]
     models = [state_of(moco, f"--batch-size 8 --moco {v}")["model"] for v in ("v1", "v2")]
     assert [len(model.projector) for model in models] == [1, 3]  # Linear; Linear, ReLU, Linear
     # The authors' demo (facebookresearch/moco, branch colab-notebook): a cosine, with a peak of 0.06 for 512 images
     demo = dict(arch="resnet18", epochs=200, batch_size=512, weight_decay=5e-4, temperature=0.1, queue=4096, dim=128)
     demo |= dict(bn_groups=8, momentum=[0.99, 0.99], crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0])
-    demo |= dict(lr=0.03, warmup=0.0, milestones=[])
+    demo |= dict(lr=0.03, warmup=0.0, min_lr=0.0, milestones=[])
     assert values(moco, "--dataset cifar10 --moco v1 --joint none", " ".join(demo)) == [*demo.values()]
     own = dict(demo, temperature=0.2, warmup=1.0, crop_scale=[0.2, 1.0])  # MoCo v2's temperature, App. H's areas
     assert values(moco, "--dataset cifar10", " ".join(own)) == [*own.values()]
+    assert values(moco, "--dataset stl10 --moco v1", "batch_size lr milestones min_lr") == [512, 0.03, [], 0]

@@ -132,6 +132,7 @@ def test_recipes(dataset, arch):
         paper = dict(epochs=300, warmup=10, batch_size=1024, image_size=224, patch_size=16, crop_scale=[0.05, 1])
     paper |= dict(terms="oto,mto,mtm", term_weights=[1, 1, 1], smoothing=0, hidden=4096, dim=256)
     paper |= dict(momentum=[0.996, 1], num_mix=3, temperature=0.2)
+    paper["min_lr"] = 1e-6 * 256 / paper["batch_size"]
     lr = dict(vit_tiny=2e-3, vit_small=5e-4, vit_base=7.5e-4)[arch]  # per 256 images
     paper |= dict(weight_decay=[0.02, 0.2] if arch == "vit_tiny" else [0.04, 0.4], lr=lr)
     released = dict(num_mix=2, smoothing=0.1, term_weights=[1, 0.5, 0.25], mixed_view=2)

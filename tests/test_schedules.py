@@ -39,21 +39,6 @@ def test_learning_rate(method, module, flags, warmup):
         assert module.learning_rate(args, epoch) == pytest.approx(expected, rel=1e-12), f"epoch {epoch}"
 
 
-@pytest.mark.parametrize("method, flags, peak, last", [  # test_patchmix.py has more of PatchMix's
-    ("jcl", "imagenet", 0.06, 0), ("jcl", "imagenet100", 0.1, 0), ("jcl", "imagenet --variant released", 0.03, 0),
-    ("jcl", "cifar10", 0.06, 0), ("clim", "imagenet", 0.06, 0), ("clim", "cifar10", 0.06, 0),
-    ("moco_jointcrop", "imagenet", 0.03, 0), ("moco_jointcrop", "imagenet --moco v1", 0.03, 0.0003),
-    ("moco_jointcrop", "imagenet --moco v3", 9.6, 0), ("moco_jointcrop", "cifar10", 0.06, 0),
-    ("moco_jointcrop", "stl10 --moco v1", 0.06, 0), ("logo", "cifar10", 0.03, 0.0003),
-    ("patchmix", "cifar10", 4e-3, 1e-6), ("patchmix", "imagenet", 2e-3, 1e-6),
-])  # fmt: skip
-def test_learning_rates_of_the_recipes(module, flags, peak, last):
-    """The peak and final learning rates are those of the sources, at their own batch sizes."""
-    args = module.parse_args(["--dataset", *flags.split()])
-    found = [module.learning_rate(args, epoch) for epoch in (args.warmup, args.epochs)]
-    assert found == pytest.approx([peak, last], rel=1e-12)
-
-
 @pytest.mark.parametrize("method, flags", slow_but(EACH_MODEL[3:], EACH_MODEL))
 def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeypatch, request):
     given, momenta, simsiam = {}, [], flags == "--base simsiam"
