@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -151,6 +152,33 @@ def test_augment_calls_the_operations_of_the_paper(method, module, flags, view, 
     assert calls == expected + [("solarize", solarize_p)] * (solarize_p > 0)
     theirs = TF.normalize(x / 255 + len(calls), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
     torch.testing.assert_close(y, theirs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("method, flags, small_crops, large_areas, small_areas", [
+    ("patchmix", "--variant released", 8, (0.35, 1.0), (0.05, 0.35)),
+    ("moco_jointcrop", "--local-crops 4 --joint-pair both", 4, (0.2, 1.0), (0.05, 0.4)),
+    ("logo", "", 2, (0.4, 1.0), (0.08, 0.4)),
+    pytest.param("logo", "--pairs all", 2, (0.3, 1.0), (0.05, 0.3), marks=pytest.mark.slow),
+    pytest.param("clim", "--local-crops 2", 2, (0.2, 1.0), (0.05, 0.14), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_crops_on_imagenet(module, flags, small_crops, large_areas, small_areas, monkeypatch):
+    """Large and small crops have the expected sizes and areas, as passed to --show-views without augmentation."""
+    row, column = np.indices((256, 256), np.uint8)
+    image = Image.fromarray(np.stack([column, row, row], 2))  # slopes of 1 reveal a crop's size
+    views, names = [], []
+    monkeypatch.setattr(module, "augment", lambda x, *_: x)
+    monkeypatch.setattr(common, "save_views", lambda _, x, what, norm: (views.extend(x), names.extend(what)))
+    words = f"--dataset imagenet --batch-size 96 --device cpu --workers 0 --show-views x.png {flags}"
+    module.main(module.parse_args(words.split()), train=[(image, 0)] * 96)
+    views = [view for view, name in zip(views, names, strict=True) if not re.search("mixed|positive", name)]
+    assert [view.shape[-1] for view in views] == [224] * 2 + [96] * small_crops
+    for crops, (low, high) in ((views[:2], large_areas), (views[2:], small_areas)):
+        x = torch.cat(crops).double()
+        quarter = x.shape[-1] // 4  # the middle half, because interpolation differs at the borders
+        width = (x[:, 0, 0, 3 * quarter] - x[:, 0, 0, quarter]) * 2
+        height = (x[:, 1, 3 * quarter, 0] - x[:, 1, quarter, 0]) * 2
+        areas, margin = width * height / 256**2, 0.06 * (high - low)
+        assert 0.9 * low < areas.min() < low + margin and high - margin < areas.max() < 1.1 * high
 
 
 class Same(Blank):

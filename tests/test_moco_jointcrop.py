@@ -1,4 +1,4 @@
-"""Tests moco_jointcrop.py against the papers: the joint sampler, views, queue, ShuffleBN, MoCo v3's loss, recipes."""
+"""Tests moco_jointcrop.py against the papers: the joint sampler, views, queue, ShuffleBN, losses, recipes."""
 
 import itertools
 import math
@@ -249,6 +249,22 @@ def test_v3_contrast_is_info_nce_of_cosines_among_all_keys():
     rows = [(a[i : i + 1], b[4 + i : 5 + i], torch.cat([b[: 4 + i], b[5 + i :]])) for i in range(4)]
     expected = 2 * 0.5 * sum(info_nce(*row, 0.5) for row in rows) / 4
     assert_same(moco.contrast(q, k, 0.5, first=4), expected, q, k)
+
+
+@pytest.mark.parametrize("kind, own", [("MoCo", dict(queue=32)), ("MoCoV3", dict(hidden=24))])
+def test_loss_with_local_crops_and_its_gradient(kind, own, double):
+    """With local crops (App. D), MoCo v2's loss is the mean of all terms, and MoCo v3's is twice the mean."""
+    model = getattr(moco, kind)(nn.Identity(), 8, dim=24, temperature=0.3, **own)
+    model.query = lambda x: nn.functional.normalize(x[:, :, 0, :8].flatten(1), dim=1)  # pixels of an image of any size
+    model.key = lambda x: nn.functional.normalize(x[:, :, 1, :8].flatten(1), dim=1)
+    views = [torch.randn(5, 3, size, size).requires_grad_() for size in (16, 16, 8, 8)]
+    q, keys = [model.query(view) for view in views], [model.key(view).detach() for view in views[:2]]
+    if kind == "MoCo":
+        expected = sum(info_nce(q[i], keys[1], model.queue.keys, 0.3) for i in (0, 2, 3)) / 3
+    else:
+        pairs = (0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)  # query of view i, keys of view j
+        expected = 2 * sum(moco.contrast(q[i], keys[j], 0.3, 0) for i, j in pairs) / 6
+    assert_same(model(views)[0], expected, *views)
 
 
 def test_v3_and_simsiam_start_from_zero_residual_branches():

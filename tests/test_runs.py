@@ -101,6 +101,23 @@ def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     assert "before" not in capsys.readouterr().out  # a finished run draws no random numbers
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method, flags", [
+    ("moco_jointcrop", ""), ("moco_jointcrop", "--local-crops 4 --joint-pair both"),
+    ("moco_jointcrop", "--moco v3 --arch resnet_nano"), ("jcl", ""), ("jcl", "--vanilla"),
+    ("moco_jointcrop", "--moco v3 --arch resnet_nano --local-crops 4 --joint-pair both"),
+    ("clim", "--selection none"), ("clim", "--image-size 16 8"), ("clim", "--local-crops 2"),
+    ("logo", ""), ("logo", "--local-crops 0"), ("logo", "--pairs all"), ("logo", "--variant paper"),
+    ("patchmix", ""), ("patchmix", "--num-mix 1 --terms oto,mto"),
+    ("patchmix", "--variant released --local-crops 2 --patch-size 4"),
+])  # fmt: skip
+def test_loss_at_uniform_logits(method, flags, tmp_path):
+    """A temperature of 10^6 makes the logits equal, so the loss is loss_at_uniform_logits, which the run prints."""
+    said = run(method, tmp_path, *f"{flags} --temperature 1e6 --epochs 1 --knn-every 0".split())
+    (record,) = records(tmp_path)
+    assert float(re.search(r"loss_at_uniform_logits (\S+)", said)[1]) == pytest.approx(record["loss"], rel=1e-3)
+
+
 MANY = [(method, "--queue", "negatives of 64 images include the query's own") for method in QUEUES]
 MANY += [("clim", "--queue 16 --clim-start 0 --num-clusters", "clusters of 64 images")]
 
