@@ -77,13 +77,6 @@ def test_features_are_a_plain_loops(batch_size, workers):
         torch.testing.assert_close(feature.double(), encoder(x[None]).flatten(), rtol=1e-5, atol=1e-5)
 
 
-def test_features_that_are_not_finite_are_an_error():
-    wild = nn.Identity()
-    wild.forward = lambda x: torch.tensor([[1.0], [torch.inf]])
-    with pytest.raises(ValueError, match="finite"):
-        common.extract_features(wild, common.Patterns(2, 16, seed=0), INFO, CPU)
-
-
 def sharded(folder):
     """Save features, predictions, scores and measures of collapse that this process computes, alone or in a group."""
     _, rank, world = common.init_distributed("cpu")
@@ -126,8 +119,11 @@ def test_embedding_health():
 
 
 def test_an_encoder_that_does_not_fit_is_refused(capsys):
-    two = nn.Identity()
+    two, infinite = nn.Identity(), nn.Identity()
     two.forward = lambda x: (x, x)
+    infinite.forward = lambda x: torch.tensor([[1.0], [torch.inf]])
+    with pytest.raises(ValueError, match="finite"):
+        common.extract_features(infinite, common.Patterns(2, 16, seed=0), INFO, CPU)
     for encoder, words in ((nn.Linear(9, 9), "16 px"), (nn.Identity(), "1, 3, 16, 16"), (two, "tuple")):
         assert words in refused(capsys, common.feature_width, encoder, 16)
     unpooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())  # images of 8 px have 144 features
