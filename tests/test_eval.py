@@ -20,6 +20,7 @@ import eval_knn
 import eval_linear
 
 CLASSES, EACH, TEST = "abc", 14, 6
+SCRIPTS = [(eval_knn, "--k 3"), (eval_linear, "--epochs 2")]
 
 
 def seeded(function, *args, **options):
@@ -120,12 +121,10 @@ def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, here):
     assert all(map(np.array_equal, before, after))
 
 
-@pytest.mark.parametrize("script, flags", [
-    (eval_knn, ["--k", 3]), (eval_linear, ["--epochs", 2]),
-    (eval_linear, "--protocol moco --epochs 2 --batch-size 16".split()),
-])  # fmt: skip
+@pytest.mark.parametrize("script, flags", [*SCRIPTS, (eval_linear, "--protocol moco --epochs 2 --batch-size 16")])
 def test_own_data_give_the_scores_of_the_same_folder(script, flags, places, here, monkeypatch):
     """Images with the label -1 are ignored. Labels are read from `targets`, of any integer type, not from items."""
+    flags = flags.split()
     own = dict(train=pictures(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     monkeypatch.setattr(Pictures, "__getitem__", lambda images, i: [Image.fromarray(images.array[i])])
     for images in own.values():

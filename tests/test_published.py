@@ -14,12 +14,10 @@ from tiny import FLAGS, epochs_of, evaluate, life, load, refused, run
 
 import common
 import eval_knn
-import eval_linear
 
 places = test_eval.places
 VIT = dict(arch="vit_micro", image_size=32, patch_size=8, num_heads=4)
 RESNET = dict(arch="resnet_mini", image_size=96)
-SCRIPTS = [(eval_knn, "--k 3"), (eval_linear, "--epochs 2")]
 
 FORMS = {  # name: (encoder, entry of the file, prefixes of its query encoder and of its momentum encoder)
     "MoCo v2": (RESNET, "state_dict", "module.encoder_q.", "module.encoder_k."),
@@ -154,7 +152,7 @@ def test_a_hostile_pickle_is_not_run(here, zipped, capsys):
     assert [path.name for path in here.iterdir()] == ["backbone.pt"]
 
 
-@pytest.mark.parametrize("script, flags", slow_but([SCRIPTS[0]], SCRIPTS))
+@pytest.mark.parametrize("script, flags", slow_but(test_eval.SCRIPTS[:1], test_eval.SCRIPTS))
 def test_a_file_of_third_parties_is_evaluated_as_a_run(script, flags, places, tmp_path):
     torch.save(under("encoder.", common.load_backbone(places["VIT"])[0]), tmp_path / "model.pth")
     how = "--arch vit_micro --image-size 16 --patch-size 8 --norm patterns --dataset folder --data-dir"

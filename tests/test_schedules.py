@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 import tiny
-import torch
 from conftest import EACH_MODEL, WITH_MIN_LR, slow_but
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-import moco_jointcrop
 
 CASES = [*EACH_MODEL, ("moco_jointcrop", "--milestones 0.5 0.8"), ("logo", "--milestones 0.5 0.8")]
 CASES += [("moco_jointcrop", "--moco v1 --milestones")]  # no milestones: a cosine
@@ -70,17 +67,3 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
     assert momenta == ([] if simsiam else pytest.approx(momentum, rel=1e-12))  # SimSiam has no momentum encoder
     *_, last = tiny.records(tmp_path)
     assert last["lr"] == lr[-1] and last.get("momentum") in (None, *momenta[-1:])
-
-
-def test_lars_without_weight_decay():
-    """Weights have a trust ratio of 0.001 |w| / |g|. Biases have none, although their weight decay is 0, too."""
-    parameters = torch.nn.ParameterList([torch.ones(3, 4), torch.ones(12)])
-    optimizer = moco_jointcrop.lars(parameters, weight_decay=0.0)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.5
-    gradient = torch.arange(12.0)
-    for x in parameters:
-        x.grad = gradient.view(x.shape).clone()
-    optimizer.step()
-    for x, ratio in zip(parameters, (0.001 * 12**0.5 / gradient.norm(), 1.0), strict=True):
-        torch.testing.assert_close(x.detach().flatten(), 1 - 0.5 * ratio * gradient)
