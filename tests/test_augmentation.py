@@ -1,6 +1,5 @@
 """Augmentations match torchvision's and the papers' pipelines. Their draws are independent and well distributed."""
 
-import inspect
 import itertools
 import re
 
@@ -127,10 +126,8 @@ def calls(monkeypatch):
     calls = []
     for name in OPERATIONS:
 
-        def add_one(*values, name=name, signature=inspect.signature(getattr(common, name)), **named):
-            bound = signature.bind(*values, **named)
-            bound.apply_defaults()
-            x, *arguments = bound.args
+        def add_one(x, *values, name=name, **named):
+            arguments = *values, *named.values()  # none is left to its default
             calls.append((name, *(value.tolist() if torch.is_tensor(value) else value for value in arguments)))
             return x + 1
 
