@@ -141,15 +141,10 @@ def with_labels(dataset):
     return dataset if len(rows) == len(dataset) else Subset(dataset, rows.tolist())
 
 
-def has_labels(dataset):
-    """Whether at least one image of a dataset has a label."""
-    return labels_of(dataset).max(initial=-1) >= 0
-
-
 def describe(dataset):
     """Return the numbers of images and classes as text."""
     classes = f"{len(getattr(dataset, 'classes', ())) or 'no'} classes"
-    return f"{len(dataset)} images of {classes}{'' if has_labels(dataset) else ', without labels'}"
+    return f"{len(dataset)} images of {classes}{', without labels' if labels_of(dataset).max(initial=-1) < 0 else ''}"
 
 
 def fingerprint(dataset):
@@ -303,9 +298,10 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
 def compare_classes(train, test):
     """Return "" if both datasets have labels of the same classes, two or more, in the same order; else what differs."""
     one, two = ([*getattr(images, "classes", ())] for images in (train, test))
-    if has_labels(train) and has_labels(test) and len(one) > 1 and one == two:
-        highest = max(labels_of(train).max(), labels_of(test).max())
-        return "" if highest < len(one) else f"the labels of {len(one)} classes start at 0, so {highest} is none"
+    highest = [labels_of(images).max(initial=-1) for images in (train, test)]  # -1: no image has a label
+    if min(highest) >= 0 and len(one) > 1 and one == two:
+        most = max(highest)
+        return "" if most < len(one) else f"the labels of {len(one)} classes start at 0, so {most} is none"
     differ = ascii(sorted({*map(str, one)} ^ {*map(str, two)})[:3])  # ascii: letters that look alike may differ
     what = f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}"
     return f"training and test images need labels of the same classes, at least two, in the same order ({what})"
