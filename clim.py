@@ -467,7 +467,7 @@ def choose_positives(args, model, images, info, device):
     if args.selection != "random":
         encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
         features = common.extract_features(encoder, images, info, device, workers=args.workers)
-        x = F.normalize(features, dim=1).double().to(device)  # distances are compared in float64
+        x = F.normalize(common.gather_rows(features), dim=1).double().to(device)  # distances are compared in float64
     if args.selection in ("knn", "center"):  # each process finds the neighbors of its part of the images
         rows = common.local_rows(torch.arange(len(x), device=device))
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))

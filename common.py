@@ -722,12 +722,12 @@ def center_crop(image, size, interpolation="bilinear"):
 
 @torch.no_grad()
 @torch.random.fork_rng(devices=[])  # the loader would advance the caller's random numbers
-def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True):
-    """Compute the features of the images of a dataset, in order: (n, width) float32 on the CPU.
+def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False):
+    """Compute the features of this process's images (see `local_rows`): (n, width) float32 on the CPU.
 
     encoder: (N, 3, H, W) -> (N, width). A copy of it is used, in evaluation mode and not compiled. info: see
-    `backbone_info`. batch_size: per process. amp: encode in bf16. whole: return all rows on every process, or only its
-    own (see `local_rows`). Raises ValueError if a feature is not finite.
+    `backbone_info`. batch_size: per process. amp: encode in bf16. Raises ValueError if a feature of any process is not
+    finite. `gather_rows` returns those of all images.
     """
     rows = local_rows(torch.arange(len(images))).tolist()
     crop = functools.partial(center_crop, size=info["image_size"], interpolation=info["interpolation"])
@@ -741,10 +741,9 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
         features = part.new_empty(len(crops), part.shape[1]) if features is None else features
         features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
         progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
-    features = features[: len(rows)]
     if not all(all_gather_object(bool(features.isfinite().all()))):
         raise ValueError("the encoder's features are not all finite")
-    return gather_rows(features) if whole else features
+    return features[: len(rows)]
 
 
 @torch.no_grad()
@@ -776,8 +775,8 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 def knn_accuracy(encoder, info, train, test, device, workers, amp=False, batch_size=256, k=(20, 200), temperature=0.07):
     """Return an encoder's accuracy by `knn_predict` on the labeled images, {"knn20_top1": percent, ...}."""
     train, test = with_labels(train), with_labels(test)
-    train_x = extract_features(encoder, train, info, device, batch_size, workers, amp, whole=False)
-    test_x = extract_features(encoder, test, info, device, batch_size, workers, amp)
+    train_x = extract_features(encoder, train, info, device, batch_size, workers, amp)
+    test_x = gather_rows(extract_features(encoder, test, info, device, batch_size, workers, amp))
     train_y, test_y = local_rows(torch.from_numpy(labels_of(train))), torch.from_numpy(labels_of(test))
     predicted = knn_predict(train_x.to(device), train_y, test_x.to(device), k, temperature, len(train.classes))
     accuracy = 100 * (predicted == test_y).double().mean(1)

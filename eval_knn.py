@@ -54,7 +54,7 @@ def main(args, train=None, test=None):
         arrays = dict(protocol=json.dumps(info))
         for part, images in ("train", train), ("test", test):
             if images is not None:
-                x = common.extract_features(encoder.to(device), images, info, device, whole=False, **options)
+                x = common.extract_features(encoder.to(device), images, info, device, **options)
                 arrays[f"{part}_features"] = common.gather_rows(x, to_first=True)
                 labels = common.labels_of(images)
                 arrays[f"{part}_labels"] = labels if len(labels) else np.full(len(images), -1)

@@ -429,7 +429,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
     encoders = {"encoder": encoder} | ({} if args.no_baselines else common.baselines(info, args.seed, len(train)))
     if lbfgs:
         encoders.pop("raw pixels", None)  # with thousands of numbers per image it takes minutes to hours
-    options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device), whole=False)
+    options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device))
     results = {}
     for name, network in encoders.items():
         x = [common.extract_features(network.to(device), images, info, device, **options) for images in (train, test)]
@@ -596,7 +596,7 @@ def train_protocol(args, device, encoder, info, train, test):
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "train_top1", "images_per_s"))
 
     logits = common.extract_features(model, test, info, device, args.batch_size // world, args.workers, amp)
-    found = scores(logits, torch.from_numpy(common.labels_of(test)), num_classes, args.method)
+    found = scores(common.gather_rows(logits), torch.from_numpy(common.labels_of(test)), num_classes, args.method)
     if not found.items() <= records[-1].items():  # else a finished run was evaluated again, with the same scores
         records[-1] |= found
         common.save_run(args.out, config, tuned, state, records)  # again: a damaged test image must not cost the epoch

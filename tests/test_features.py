@@ -82,13 +82,13 @@ def sharded(folder):
     _, rank, world = common.init_distributed("cpu")
     encoder, few = make_encoder(), common.Patterns(32, 16, seed=0)
     test = common.Subset(few, range(5))
-    result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
+    result, test_x = [], common.gather_rows(common.extract_features(encoder, test, INFO, CPU))
     for n in (7, 2, 1):  # with 2 or 1, some of three processes have no images
         images = common.Subset(few, range(n))
         images.targets[3:5] = [-1] * len(images.targets[3:5])
-        whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
-        part = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
+        part = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
         assert len(part) == n // world + (rank < n % world)
+        whole = common.gather_rows(part)
         gathered = common.gather_rows(part, to_first=True)
         assert gathered is None if rank else gathered.equal(whole)
         result += [whole, common.knn_predict(part, common.local_rows(torch.arange(n) % 3), test_x, (1, 2, 9), 0.1, 3)]
