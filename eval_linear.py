@@ -32,6 +32,7 @@ import os
 import random
 import re
 from pathlib import Path
+from statistics import median_low
 
 import numpy as np
 import timm
@@ -287,12 +288,6 @@ def hold_out(labels, fraction, least=400):
     return [(order[~torch.isin(order, held)], held) for held in folds]
 
 
-def best_of(percents):
-    """Return the index of the highest percentage. Ties go to the middle one."""
-    ties = [i for i, percent in enumerate(percents) if percent == max(percents)]
-    return ties[(len(ties) - 1) // 2]
-
-
 def affine(x, mean, scale):
     """Return (x - mean) / scale of features (n, d), and a column of ones for the bias: (n, d + 1). No gradient."""
     x = F.pad(x.to(mean.dtype), (0, 1), value=1.0)
@@ -310,7 +305,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
     cross-validation if that is less than 400 rows. If each class has one row, the fitted rows choose. The final fit
     uses all of x. Random numbers are torch's global ones.
     Returns {'logits': (m, num_classes), 'chosen': learning rate, 'held_out': {learning rate: percent}}.
-    To copy it, also copy hold_out, best_of and affine, and delete common.progress.
+    To copy it, also copy hold_out and affine, and delete common.progress.
     """
     mean, std = x.mean(0), x.std(0, correction=0)
     std = std.masked_fill(std <= 1e-6 * mean.abs(), math.inf)
@@ -341,7 +336,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
         for part, weight in zip(correct, fit(rest, lrs), strict=True):
             part.extend(((x[choosing] @ weight).argmax(1) == y[choosing]).tolist())
     percents = [100 * (sum(part) / len(part)) for part in correct]
-    best = best_of(percents)
+    best = median_low(i for i, percent in enumerate(percents) if percent == max(percents))  # the middle one of ties
     (weight,) = fit(torch.cat([check, rest]), [lrs[best]])  # the two parts of any fold, here the last, are all rows
     return dict(logits=test_x @ weight, chosen=lrs[best], held_out=dict(zip(lrs, percents, strict=True)))
 
@@ -388,7 +383,7 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
     strength means the same for every encoder, and directions keep their relative size. Computes in float64. y: (n,)
     int64. rest, check: rows to fit and rows to choose by; if check is empty, the fitted rows choose. The final fit uses
     both. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
-    To copy it, also copy scores, best_of, affine and logistic_regression, and delete common.progress.
+    To copy it, also copy scores, affine and logistic_regression, and delete common.progress.
     """
     mean = x[rest].double().mean(0)
     scale = (x[rest] - mean).square().mean().sqrt().clamp_min(1e-12)
@@ -400,7 +395,7 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
         weight = logistic_regression(x[rest, :-1], y[rest], num_classes, strength)
         logits = (x[choosing] @ weight).cpu()
         percents.append(scores(logits, y[choosing].cpu(), num_classes)[f"linear_{metric}"])
-    best = best_of(percents)
+    best = median_low(i for i, percent in enumerate(percents) if percent == max(percents))  # the middle one of ties
     rows = torch.cat([check, rest])
     weight = logistic_regression(x[rows, :-1], y[rows], num_classes, strengths[best])
     return dict(logits=test_x @ weight, chosen=strengths[best], held_out=dict(zip(strengths, percents, strict=True)))
