@@ -483,7 +483,7 @@ def choose_positives(args, model, images, info, device):
         dist.broadcast(table, 0)  # each process has drawn its own
     text = f"positives chosen in {time.perf_counter() - began:.1f} s"
     labels = torch.from_numpy(common.labels_of(images))
-    if len(labels) and labels.min() >= 0:
+    if labels.min() >= 0:
         of_class = (labels[:, None] == labels[table.cpu()]).double().mean()
         text += f", {100 * of_class:.1f}% of them with the image's class"
     common.log(text)

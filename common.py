@@ -128,9 +128,9 @@ class Subset(torch.utils.data.Subset):
 
 
 def labels_of(dataset):
-    """Return the `targets` of a dataset as an array (n,) int64. The array is empty if the dataset has no `targets`."""
-    labels = np.asarray(getattr(dataset, "targets", ()), np.int64)
-    if len(labels) and labels.shape != (len(dataset),):
+    """Return the `targets` of a dataset as an array (n,) int64, all -1 if the dataset has no `targets`."""
+    labels = np.asarray(getattr(dataset, "targets", np.full(len(dataset), -1)), np.int64)
+    if labels.shape != (len(dataset),):
         raise UsageError(f"the targets of {len(dataset)} images have the shape {labels.shape}: expected one per image")
     return labels
 

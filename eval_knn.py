@@ -55,8 +55,7 @@ def main(args, train=None, test=None):
             if images is not None:
                 x = common.extract_features(encoder.to(device), images, info, device, **options)
                 arrays[f"{part}_features"] = common.gather_rows(x, to_first=True)
-                labels = common.labels_of(images)
-                arrays[f"{part}_labels"] = labels if len(labels) else np.full(len(images), -1)
+                arrays[f"{part}_labels"] = common.labels_of(images)
                 arrays[f"{part}_classes"] = np.array(getattr(images, "classes", []), str)  # they may differ
             if hasattr(images, "samples"):
                 arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
