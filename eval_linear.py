@@ -294,7 +294,6 @@ def affine(x, mean, scale):
     return x.detach()
 
 
-@torch.inference_mode(False)  # and with gradients, whatever the caller's mode is
 def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256, holdout=0.1):
     """Train a linear classifier on features by SGD with momentum 0.9. Held-out features choose its learning rate.
 
@@ -340,7 +339,6 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
     return dict(logits=test_x @ weight, chosen=lrs[best], held_out=dict(zip(lrs, percents, strict=True)))
 
 
-@torch.inference_mode(False)
 def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=1e-6):  # iterations: LoGo's [P]
     """Fit a multinomial logistic regression with an L2 penalty by L-BFGS: weights (d + 1, num_classes).
 
@@ -374,7 +372,6 @@ def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=
     return torch.cat([basis @ (scale * v[:-1]), v[-1:]])
 
 
-@torch.inference_mode(False)
 def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"):
     """Fit features by logistic regression. Held-out features choose the strength of its L2 penalty.
 

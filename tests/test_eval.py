@@ -222,9 +222,8 @@ def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
     """Each learning rate of a grid gives the result that it gives alone, and the best on held-out rows is chosen."""
     data, options = problem(200, noise=6.0)[:3], dict(epochs=5, batch_size=64, holdout=0.3)
     grid = [1e-6, 1e-3, 0.1, 300.0]
-    with torch.inference_mode():  # the caller's mode has no effect
-        grids = [np.array(grid), *([lr] for lr in grid)]
-        found, *alone = [seeded(eval_linear.linear_probe, *data, 3, lrs, **options) for lrs in grids]
+    grids = [np.array(grid), *([lr] for lr in grid)]
+    found, *alone = [seeded(eval_linear.linear_probe, *data, 3, lrs, **options) for lrs in grids]
     percents = [one["held_out"][lr] for one, lr in zip(alone, grid, strict=True)]
     assert [*found["held_out"].values()] == percents and len(set(percents)) > 1
     best = percents.index(max(percents))

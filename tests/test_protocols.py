@@ -247,8 +247,7 @@ def test_the_strength_is_scikit_learns(classes, factor, capsys):
     """It is 1 / C, or 2 / C for two classes, where scikit-learn has one weight vector, the difference of two here."""
     x, y, strength = torch.randn(60, 4, generator=generator(3), dtype=torch.float64), torch.arange(60) % classes, 6.0
     x[:, 0] += y
-    with torch.inference_mode():  # a caller's mode must not matter
-        weight = eval_linear.logistic_regression(x, y, classes, factor * strength, tolerance=1e-9).requires_grad_()
+    weight = eval_linear.logistic_regression(x, y, classes, factor * strength, tolerance=1e-9).requires_grad_()
     penalized = weight[:-1] if classes > 2 else weight[:-1].diff(dim=1)
     loss = F.cross_entropy(x @ weight[:-1] + weight[-1], y, reduction="sum") + strength / 2 * penalized.square().sum()
     assert torch.autograd.grad(loss, weight)[0].abs().max() < 1e-6
@@ -263,8 +262,7 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
     noise, centers = torch.randn(120, 20, generator=g), torch.randn(3, 20, generator=g)
     x = torch.cat([(centers[y] + noise)[:, :4], 2 * noise[:, 4:]], 1)
     test_x, rest, check, grid = 2 * x[:7], torch.arange(80), torch.arange(80, 120), [0.1, 0.3, 1.0, 3.0, 10.0, 1e3]
-    with torch.inference_mode():  # a caller's mode must not matter
-        found = eval_linear.lbfgs_probe(x.clone(), y.clone(), test_x, rest, check, 3, grid, "per_class")
+    found = eval_linear.lbfgs_probe(x.clone(), y.clone(), test_x, rest, check, 3, grid, "per_class")
     mean = x[:80].double().mean(0)
     scale = (x[:80] - mean).square().mean().sqrt()
     x, test_x = (x - mean) / scale, (test_x - mean) / scale
