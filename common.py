@@ -624,17 +624,14 @@ def load_checkpoint(path):
                 if archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist()):
                     raise zipfile.BadZipFile
         with torch.serialization.safe_globals([argparse.Namespace]):  # MoCo v3, MAE and DINO save their args
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # damaged files raise many types
-        reason = f"it is truncated, damaged, or not a torch.save or safetensors file; it begins with {first_bytes!r}"
+        reason = f"it is truncated, damaged, or no state_dict of torch or safetensors; it begins with {first_bytes!r}"
         if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it holds objects of {found[1]}, which would run code: save only its state_dict"
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error
-    if not isinstance(state, dict):
-        raise UsageError(f"cannot load {path} as a checkpoint: it is a {type(state).__name__}, not a state_dict")
-    return state
 
 
 def load_backbone(path, encoder=None):
