@@ -628,7 +628,7 @@ def load_checkpoint(path):
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # damaged files raise many types
-        reason = f"it is truncated, damaged, or no state_dict of torch or safetensors; it begins with {first_bytes!r}"
+        reason = f"it is truncated, damaged, or not a state_dict by torch.save or safetensors: {first_bytes!r}"
         if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it holds objects of {found[1]}, which would run code: save only its state_dict"
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error
