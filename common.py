@@ -797,20 +797,28 @@ def embedding_health(q):
 
 
 def open_encoder(args):
-    """Load the encoder that the arguments of `parse_evaluation_args` name: (module in evaluation mode, info)."""
+    """Load the encoder that the arguments of `add_evaluation_arguments` name: (module in evaluation mode, info)."""
+    names = "image_size", "patch_size", "norm", "num_heads", "prefix"
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.arch is None:
+        if given:
+            raise UsageError(f"--{next(iter(given)).replace('_', '-')} is only valid with --arch")
         return load_backbone(args.checkpoint, args.encoder)
+    if args.encoder is not None:
+        raise UsageError("--encoder is for runs of this project; for third-party weights pass --prefix")
     saved = load_checkpoint(args.checkpoint)
     if "timm_name" in saved.get("backbone", saved):  # it has its own heads, mean and interpolation
         raise UsageError(f"--arch is for third-party files: leave it out for {args.checkpoint}")
-    given = {name: getattr(args, name) for name in ("patch_size", "norm", "num_heads") if getattr(args, name)}
-    info = backbone_info(args.arch, args.image_size or 224, **given)
+    if args.patch_size is not None and not is_vit(args.arch):
+        raise UsageError("--patch-size has no effect without a ViT (--arch)")
+    prefix = given.pop("prefix", "")
+    info = backbone_info(args.arch, **dict(image_size=224) | given)
     backbone = build_backbone(info)
     if args.norm is None and "." in args.arch:  # timm's, of the weights NAME.TAG
         info |= {name: backbone.pretrained_cfg[name] for name in ("mean", "std")}
     feature_width(backbone, info["image_size"])
-    load_weights(backbone, args.checkpoint, args.prefix or "")
-    return backbone.eval(), info | dict(method=Path(args.checkpoint).name, encoder=args.prefix or "only")
+    load_weights(backbone, args.checkpoint, prefix)
+    return backbone.eval(), info | dict(method=Path(args.checkpoint).name, encoder=prefix or "only")
 
 
 def open_evaluation_data(name, root, info, check=True, train=None, test=None):
@@ -1101,8 +1109,8 @@ def use_bf16(amp, device):
     return amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def parse_evaluation_args(parser, argv):
-    """Add the arguments shared by both evaluations, parse argv (if None, sys.argv), and return the arguments."""
+def add_evaluation_arguments(parser):
+    """Add the arguments shared by both evaluations."""
     parser.usage = "%(prog)s RUN [options]"
     add = parser.add_argument_group("what is evaluated").add_argument
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
@@ -1118,12 +1126,6 @@ def parse_evaluation_args(parser, argv):
     add("--patch-size", type=positive_int, metavar="N", help="patch size of a ViT; if None, 16")
     add("--num-heads", type=positive_int, metavar="N", help="attention heads of a ViT; if None, timm's")
     add("--norm", choices=NORMS, help="normalization statistics; if None, imagenet, or timm's for an --arch NAME.TAG")
-    args = parser.parse_args(argv)
-    third_party = "prefix", "image_size", "patch_size", "num_heads", "norm"
-    refuse(parser, args, args.arch is None, third_party, "without --arch")
-    refuse(parser, args, args.arch is not None, ["encoder"], "with --arch: pass --prefix")
-    refuse(parser, args, args.arch is not None and not is_vit(args.arch), ["patch_size"], "without a ViT (--arch)")
-    return args
 
 
 def parse_args(parser, argv, recipe):

@@ -27,12 +27,13 @@ import common
 def parse_args(argv=None):
     """Parse the command line."""
     parser = argparse.ArgumentParser("eval_knn.py", description="Evaluate by k-nearest-neighbor classification")
+    common.add_evaluation_arguments(parser)
     add = parser.add_argument_group("kNN").add_argument
     add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbors")
     add("--temperature", type=common.positive_float, default=0.07, help="temperature of the votes")
     add("--batch-size", type=common.positive_int, default=256, help="batch size per process")
     add("--dump", type=os.path.abspath, metavar="FILE.npz", help="write features, labels and paths, and exit")
-    args = common.parse_evaluation_args(parser, argv)
+    args = parser.parse_args(argv)
     if args.dump and (os.path.exists(args.dump) or not os.access(os.path.dirname(args.dump), os.W_OK)):
         parser.error(f"--dump: {args.dump} already exists, or cannot be written")
     return args

@@ -105,6 +105,7 @@ def recipe(args, info):
 def parse_args(argv=None):
     """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
     parser = argparse.ArgumentParser("eval_linear.py", description="Evaluate by linear probing or fine-tuning")
+    common.add_evaluation_arguments(parser)
     some = common.bounded("a positive number, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
@@ -143,7 +144,7 @@ def parse_args(argv=None):
     add("--strengths", type=common.positive_float, nargs="+", help="lbfgs: L2 penalties (default: 45 from 1e-6 to 1e5)")
     add("--metric", choices=("top1", "per_class"), help="lbfgs: score that chooses the penalty (default: top1)")
 
-    args = common.parse_evaluation_args(parser, argv)
+    args = parser.parse_args(argv)
     if args.finetune and args.protocol not in (None, *FINETUNE):
         parser.error(f"--finetune needs --protocol patchmix or clim, not {args.protocol}")
     names = FINETUNE["clim"] if args.finetune else LINEAR[args.protocol or "probe"]

@@ -131,7 +131,7 @@ def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
 def test_what_differs_has_a_folder_of_its_own(places):
     """The default --out depends on the flags and the encoder. A run's folder and its last.pt are the same encoder."""
     vit, info = places["VIT"], common.load_backbone(places["VIT"])[1]
-    flags = "", "--amp off", "--lr 2", "--dataset cifar10", "--label-fraction 0.5", "--arch vit_tiny --norm cifar10"
+    flags = "", "--amp off", "--lr 2", "--dataset cifar10", "--label-fraction 0.5", "--norm cifar10"
     lines = [[vit, *words.split()] for words in flags]
     lines += [[vit / f"{name}.pt"] for name in ("epoch-0001", "epoch-0002", "last")]
     each = [eval_linear.parse_args([*map(str, line), "--protocol", "moco"]) for line in lines]
