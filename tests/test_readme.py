@@ -109,25 +109,17 @@ def test_tables(tmp_path):
 
 def test_the_numbers_of_the_front_page():
     """README's column "ours" has the mean kNN accuracies over the seeds. Both pages quote the gains and losses."""
-    page, small = PAGES["README.md"], results.kept("small_encoders")
-    own, from_008 = ", as its recipe is", ", crops from 0.08 of the area"
-    runs = [(f"MoCo v2{own}", f"{method}{own}") for method in ("J-Crop(0)", "JCL", "CLIM")]
-    runs += [(f"MoCo, both views as queries{own}", f"LoGo on MoCo{own}"), (f"MoCo v3{own}", f"PatchMix{own}")]
+    page = PAGES["README.md"]
     expected = []
-    for pair in runs:
-        seeds = [seed for seed in ("", ", seed 1", ", seed 2") if pair[1] + seed in small]
-        knn = [[small[name + seed]["epochs"]["knn20_top1"]["20"] for name in pair] for seed in seeds]
-        expected.append(" → ".join(f"{mean:.1f}" for mean in np.mean(knn, axis=0)))
+    for method, baseline, *_ in results.COMPARED.values():
+        found, theirs = (results.small(name + results.OWN, 20) for name in (method, baseline))
+        means = np.mean([theirs[seed] for seed in found]), np.mean([*found.values()])
+        expected.append("{:.1f} → {:.1f}".format(*means))
     assert re.findall(r"\| (\S+ → \S+) \|$", page, re.M) == expected
-    arms = "moco-008", "jcl-008", "jointcrop-008"
-    moco, jcl, joint = (results.kept(f"gpu/{arm}-s0")["epochs"]["knn20_top1"]["100"] for arm in arms)
-    text = results.PAGE.read_text()
-    assert f"JCL gained {jcl - moco:.1f} points over MoCo v2, and JointCrop lost {moco - joint:.1f}" in text
-    names = f"J-Crop(0){own}", f"MoCo v2{own}", f"MoCo v2{from_008}", f"CLIM{from_008}"
-    joint, moco, moco_008, clim = (small[f"{name}, 50 epochs"]["epochs"]["knn20_top1"]["50"] for name in names)
-    gains = joint - moco, joint - moco_008, moco_008 - clim
-    words = "gained {:.1f} points over MoCo v2 with the same crops, and {:.1f} over MoCo v2 with crops from 0.08, the "
-    assert (words + "better baseline. With these crops, CLIM lost {:.1f}").format(*gains) in text
+    names = f"J-Crop(0){results.OWN}", f"MoCo v2{results.OWN}", f"MoCo v2{results.FROM_008}"
+    joint, moco, moco_008 = (results.small(name, 50)[""] for name in names)
+    gains = joint - moco, joint - moco_008
+    assert "JointCrop gains {1:.1f} points, not {0:.1f}".format(*gains) in PAGES["tests/results/README.md"]
     assert "was {:.1f} points (JointCrop, 50 epochs, one seed; {:.1f} over MoCo v2 with".format(*gains) in page
 
 

@@ -49,16 +49,23 @@ BEGINS = {f"{name}-{recipe}": (name, recipe) for recipe in REDUCED for name in B
 del BEGINS[f"patchmix-{WITH_RESNET18}"]
 COLLAPSED = 0.2  # a lower std after three epochs
 
-FROM_008 = ", crops from 0.08 of the area"
+OWN, FROM_008, SEEDS = ", as its recipe is", ", crops from 0.08 of the area", ("", ", seed 1", ", seed 2")
+COMPARED = {  # method: (its name and the baseline's in small_encoders.json, their arms in claims.json)
+    "JointCrop": ("J-Crop(0)", "MoCo v2", "jointcrop", "moco"),
+    "JCL": ("JCL", "MoCo v2", "jcl", "moco"),
+    "CLIM": ("CLIM", "MoCo v2", "clim", "moco"),
+    "LoGo": ("LoGo on MoCo", "MoCo, both views as queries", "logo-moco", "moco-symmetric"),
+    "PatchMix": ("PatchMix", "MoCo v3", "patchmix-3", "patchmix-1"),
+}
 SMALL = {  # the rows of the table of small_encoders.json: their names there, and in the table
-    "MoCo v2, as its recipe is": "MoCo v2, `moco_jointcrop.py --joint none`",
-    "J-Crop(0), as its recipe is": "J-Crop(0), `moco_jointcrop.py`",
-    "JCL, as its recipe is": "JCL, `jcl.py`",
-    "CLIM, as its recipe is": "CLIM, `clim.py` (positives from the sixth epoch on)",
-    "MoCo, both views as queries, as its recipe is": "MoCo, both views as queries, `logo.py --local-crops 0`",
-    "LoGo on MoCo, as its recipe is": "LoGo on MoCo, `logo.py`",
-    "MoCo v3, as its recipe is": "MoCo v3, `patchmix.py --num-mix 1 --terms oto,mto --arch vit_micro`",
-    "PatchMix, as its recipe is": "PatchMix, `patchmix.py --arch vit_micro`",
+    f"MoCo v2{OWN}": "MoCo v2, `moco_jointcrop.py --joint none`",
+    f"J-Crop(0){OWN}": "J-Crop(0), `moco_jointcrop.py`",
+    f"JCL{OWN}": "JCL, `jcl.py`",
+    f"CLIM{OWN}": "CLIM, `clim.py` (positives from the sixth epoch on)",
+    f"MoCo, both views as queries{OWN}": "MoCo, both views as queries, `logo.py --local-crops 0`",
+    f"LoGo on MoCo{OWN}": "LoGo on MoCo, `logo.py`",
+    f"MoCo v3{OWN}": "MoCo v3, `patchmix.py --num-mix 1 --terms oto,mto --arch vit_micro`",
+    f"PatchMix{OWN}": "PatchMix, `patchmix.py --arch vit_micro`",
     f"MoCo v2{FROM_008}": "MoCo v2, crops from 0.08, `moco_jointcrop.py --joint none --crop-scale 0.08 1`",
     f"J-Crop(0){FROM_008}": "J-Crop(0), crops from 0.08, `moco_jointcrop.py --crop-scale 0.08 1`",
     f"JCL{FROM_008}": "JCL, crops from 0.08, `jcl.py --crop-scale 0.08 1`",
@@ -161,21 +168,51 @@ def trained_on_gpu():
     return markdown(heads, rows) if rows else ""
 
 
+def small(name, epochs, k=20):
+    """Return the kNN accuracies of small encoders after 20 or 50 epochs, {seed: percent}."""
+    what = name + ", 50 epochs" * (epochs == 50)
+    runs = {seed: kept("small_encoders").get(what + seed) for seed in SEEDS}
+    return {seed: run["epochs"][f"knn{k}_top1"][str(epochs)] for seed, run in runs.items() if run}
+
+
+def on_gpu(arm):
+    """Return the kNN accuracies of an arm's runs on a GPU after 100 epochs, {seed: percent}."""
+    runs = {seed: kept(f"gpu/{arm}-008-s{seed}") for seed in (0, 1)}
+    return {seed: run["epochs"]["knn20_top1"]["100"] for seed, run in runs.items() if run}
+
+
+def earlier(arm):
+    """Return the kNN accuracies of an arm of earlier.md after 50 epochs, {seed: percent}."""
+    return {seed: run["epochs"]["knn20_top1"][-1] for seed, run in kept("claims")[arm].items()}
+
+
+def gains():
+    """Markdown of the gains of each method over its baseline, with one number per seed."""
+    rows = []
+    for title, (method, baseline, arm, baseline_arm) in COMPARED.items():
+        pairs = [
+            [small(name + recipe, epochs) for name in (method, baseline)]
+            for recipe, epochs in ((OWN, 20), (OWN, 50), (FROM_008, 20), (FROM_008, 50))
+        ]
+        pairs.append([on_gpu(arm), on_gpu(baseline_arm)])
+        pairs.append([earlier(arm), earlier(baseline_arm)])
+        differences = [[ours[seed] - theirs[seed] for seed in ours if seed in theirs] for ours, theirs in pairs]
+        rows.append([title, *(", ".join(f"{gain:+.1f}" for gain in seeds) for seeds in differences)])
+    heads = ["gain of", "current recipes: 20 epochs", "50", "crops from 0.08: 20", "50", "on a GPU: 100"]
+    return markdown([*heads, "[earlier recipes](earlier.md): 50"], rows)
+
+
 def small_encoders():
     """Markdown of kNN after 20 and 50 epochs of small encoders, for each seed."""
-    runs, rows = kept("small_encoders"), []
+    rows = []
     for name, label in SMALL.items():
-        cells = [label]
-        for epochs, what in ("20", ""), ("50", ", 50 epochs"):
-            seeds = (f"{what}{seed}" for seed in ("", ", seed 1", ", seed 2"))
-            found = [runs[name + seed]["epochs"] for seed in seeds if name + seed in runs]
-            cells += [", ".join(f"{run[f'knn{k}_top1'][epochs]:.1f}" for run in found) for k in (20, 200)]
-        rows.append(cells)
+        columns = [small(name, epochs, k) for epochs in (20, 50) for k in (20, 200)]
+        rows.append([label, *(", ".join(f"{score:.1f}" for score in column.values()) for column in columns)])
     heads = ["`--dataset cifar10 --arch resnet_mini`", "20 epochs, each seed: kNN, k 20", "k 200"]
     return markdown([*heads, "50 epochs: k 20", "k 200"], rows)
 
 
-TABLES = {"gpu": trained_on_gpu, "small": small_encoders, "begin": begun}
+TABLES = {"gains": gains, "gpu": trained_on_gpu, "small": small_encoders, "begin": begun}
 PAGE = KEPT / "README.md"
 
 
