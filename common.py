@@ -300,8 +300,8 @@ def compare_classes(train, test):
     one, two = ([*getattr(images, "classes", ())] for images in (train, test))
     highest = [labels_of(images).max(initial=-1) for images in (train, test)]  # -1: no image has a label
     if min(highest) >= 0 and len(one) > 1 and one == two:
-        most = max(highest)
-        return "" if most < len(one) else f"the labels of {len(one)} classes start at 0, so {most} is none"
+        fit = max(highest) < len(one)
+        return "" if fit else f"the labels of {len(one)} classes start at 0, so {max(highest)} is none"
     differ = ascii(sorted({*map(str, one)} ^ {*map(str, two)})[:3])  # ascii: letters that look alike may differ
     what = f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}"
     return f"training and test images need labels of the same classes, at least two, in the same order ({what})"
@@ -628,7 +628,7 @@ def load_checkpoint(path):
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # damaged files raise many types
-        reason = f"it is truncated, damaged, or not a state_dict by torch.save or safetensors: {first_bytes!r}"
+        reason = f"it is truncated, damaged, or not a saved state_dict; it begins with {first_bytes!r}"
         if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it holds objects of {found[1]}, which would run code: save only its state_dict"
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error

@@ -133,7 +133,7 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path, capsys):
     assert "Is a directory" in refused(capsys, read, tmp_path, **RESNET)
     torch.save([torch.ones(1)], tmp_path / "file.pth")
     whole, pointer = (tmp_path / "file.pth").read_bytes(), b"version https://git-lfs.github.com/spec/v1"
-    wrong = [("file.pth", whole, "not a state_dict"), ("file.pth", whole[:-30], "truncated"), ("file.pth", b"", "b''")]
+    wrong = [("file.pth", whole, "saved state_dict"), ("file.pth", whole[:-30], "truncated"), ("file.pth", b"", "b''")]
     wrong += [("file.pth", pointer, "version https://git-lfs"), ("file.safetensors", b"neither", "damaged")]
     for name, data, words in wrong:
         (tmp_path / name).write_bytes(data)
