@@ -13,6 +13,7 @@ and the kernels of a GPU are not simulated.
 import collections
 import contextlib
 import functools
+import sys
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -47,7 +48,7 @@ def note(what):
 def part():
     """The part of a step that is at work: the outermost, but what the forward of a model calls need not be the loss."""
     found = "rest"
-    for frame, _ in traceback.walk_stack(None):  # from the innermost
+    for frame, _ in traceback.walk_stack(sys._getframe()):  # from here outward; None would skip some in Python 3.11
         name = PARTS.get(frame.f_code.co_name)
         if name and (name != "loss" or found == "rest"):
             file = Path(frame.f_code.co_filename)
