@@ -66,8 +66,9 @@ def test_what_is_not_finite_is_never_saved(begun, tmp_path, monkeypatch, method,
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), UnicodeError()])
 def test_a_log_that_cannot_be_written_does_not_end_a_training(error, tmp_path, monkeypatch):
+    args = jcl.parse_args([*FLAGS, *QUIET, "--out", str(tmp_path)])
     monkeypatch.setattr("sys.stdout", Mock(write=Mock(side_effect=error)))
-    jcl.main(jcl.parse_args([*FLAGS, *QUIET, "--out", str(tmp_path)]))
+    jcl.main(args)
     assert epochs_of(tmp_path) == 2
 
 
