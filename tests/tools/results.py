@@ -175,10 +175,15 @@ def small(name, epochs, k=20):
     return {seed: run["epochs"][f"knn{k}_top1"][str(epochs)] for seed, run in runs.items() if run}
 
 
-def on_gpu(arm):
-    """Return the kNN accuracies of an arm's runs on a GPU after 100 epochs, {seed: percent}."""
-    runs = {seed: kept(f"gpu/{arm}-008-s{seed}") for seed in (0, 1)}
-    return {seed: run["epochs"]["knn20_top1"]["100"] for seed, run in runs.items() if run}
+def on_gpu(title):
+    """Return the kNN accuracies of the runs with this title on a GPU after 100 epochs, {seed: percent}."""
+    found = {}
+    for file in sorted((KEPT / "gpu").glob("*-s?.json")):
+        run = json.loads(file.read_text())
+        accuracies = run["epochs"].get("knn20_top1", {})
+        if run["title"] == title and "100" in accuracies:
+            found[file.stem[-1]] = accuracies["100"]
+    return found
 
 
 def earlier(arm):
@@ -187,19 +192,21 @@ def earlier(arm):
 
 
 def gains():
-    """Markdown of the gains of each method over its baseline, with one number per seed."""
+    """Markdown of the gains of each method over its baseline, one number per seed, without columns that are empty."""
     rows = []
     for title, (method, baseline, arm, baseline_arm) in COMPARED.items():
-        pairs = [
-            [small(name + recipe, epochs) for name in (method, baseline)]
-            for recipe, epochs in ((OWN, 20), (OWN, 50), (FROM_008, 20), (FROM_008, 50))
-        ]
-        pairs.append([on_gpu(arm), on_gpu(baseline_arm)])
+        pairs = []
+        for recipe, on_gpus in ((OWN, ""), (FROM_008, ", crops from 0.08")):
+            pairs += [[small(name + recipe, epochs) for name in (method, baseline)] for epochs in (20, 50)]
+            pairs.append([on_gpu(name + on_gpus) for name in (method, baseline)])
         pairs.append([earlier(arm), earlier(baseline_arm)])
         differences = [[ours[seed] - theirs[seed] for seed in ours if seed in theirs] for ours, theirs in pairs]
         rows.append([title, *(", ".join(f"{gain:+.1f}" for gain in seeds) for seeds in differences)])
-    heads = ["gain of", "current recipes: 20 epochs", "50", "crops from 0.08: 20", "50", "on a GPU: 100"]
-    return markdown([*heads, "[earlier recipes](earlier.md): 50"], rows)
+    heads = ["gain of", "current recipes: 20 epochs", "50", "on a GPU: 100"]
+    heads += ["crops from 0.08: 20", "50", "on a GPU: 100", "[earlier recipes](earlier.md): 50"]
+    columns = [column for column in zip(heads, *rows, strict=True) if any(column[1:])]
+    heads, *rows = zip(*columns, strict=True)
+    return markdown(heads, rows)
 
 
 def small_encoders():
