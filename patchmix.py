@@ -336,6 +336,16 @@ class PatchMix(nn.Module):
         """Return the keys z = G(F(x)) of all processes: (n, 3, H, W) -> (N, dim), no gradient, in the dtype of x."""
         return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
 
+    def local_queries(self, local):
+        """Return the queries of local crops, {term: one (n, dim) per crop} (D6). local: list of (n, 3, H, W)."""
+        queries = {}
+        if local and "oto" in self.terms:
+            queries["oto"] = self.query(torch.cat(local)).chunk(len(local))
+        if local and "mto" in self.terms:
+            mixed = [mix_batch(x, self.num_mix, self.patch_size, self.slices) for x in local]
+            queries["mto"] = self.query(torch.cat(mixed)).chunk(len(local))
+        return queries
+
     def forward(self, views):
         """Return (loss, queries (n, dim), {name: metric}): Algorithm 2, lines 5 to 9, and the loss of line 10.
 
@@ -354,11 +364,7 @@ class PatchMix(nn.Module):
         z1 = self.key(x1) if oto or local else None  # line 9
         z2 = self.key(x2) if mto or local else None
         z2_mixed = self.key(x2_mixed) if mtm else None
-        h_local = {}  # queries of local crops, for each term (D6)
-        if local and oto:
-            h_local["oto"] = self.query(torch.cat(local)).chunk(len(local))
-        if local and mto:
-            h_local["mto"] = self.query(torch.cat([mix_batch(x, *mixing) for x in local])).chunk(len(local))
+        h_local = self.local_queries(local)
 
         def contrast(h, z, term):
             smoothing = self.smoothing if term == "oto" else 0.0  # as released (D1)
