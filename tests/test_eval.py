@@ -214,7 +214,7 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
     for rest, check in folds:
         right += (fit(rest, a[check]).argmax(1) == train_y[check]).sum().item()
         total += len(check)
-    torch.testing.assert_close(found["logits"], fit(torch.cat([check, rest]), b), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found["logits"], fit(torch.arange(len(a)), b), rtol=1e-9, atol=1e-9)
     assert len(folds) == 10 and total == 47 and found["held_out"] == {lr: pytest.approx(100 * right / total)}
 
 
