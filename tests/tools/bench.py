@@ -4,9 +4,9 @@
     python tests/tools/bench.py device           the operations that a step of the CIFAR recipes gives to a GPU, counted
     python tests/tools/bench.py views            from JPEG files to views of 224 px, without the model
 
-`steps` are the demo's. `views` has the ImageNet recipe with the photographs of .github, and a small encoder. --against:
-over the same by the files of a commit. Both sides run at once. Their ratio of times means more than the times, because
-other programs may use the machine, too.
+`steps` are the demo's. `views` has the ImageNet recipe with the photographs of .github, and a small encoder. With
+--against, the same is measured with the files of that commit, at the same time, and the ratio is printed. It means more
+than the times themselves, because other programs may use the machine, too.
 
 `device` needs no GPU and no idle machine. It counts, by the part of a step, the operations that compute (not views, not
 allocations) and the copies from the host, in float32 and with 16 images, on whose number the counts do not depend. What

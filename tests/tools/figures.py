@@ -38,7 +38,7 @@ COLOR = (*PLAIN, "gaussian_blur", "horizontal_flip")
 
 
 def shown(method, flags, images, seed, without=()):
-    """The views that a method's main makes for --show-views: a list of (n, 3, S, S) in [0, 1].
+    """Return the views that a method's main makes for --show-views: a list of (n, 3, S, S) in [0, 1].
 
     without: names of common's functions that leave images as they are.
     """

@@ -74,19 +74,19 @@ SMALL = {  # the rows of the table of small_encoders.json: their names there, an
 
 
 def kept(name):
-    """What is kept in a file of tests/results."""
+    """Return what is kept in a file of tests/results, or {}."""
     file = KEPT / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def versions():
-    """What a run was made with."""
+    """Return the versions that a run was made with."""
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True)
     return dict(torch=torch.__version__, commit=commit.strip())
 
 
 def three_epochs(name, recipe, images):
-    """The first three epochs of a recipe: a small encoder takes the place of its own, and REDUCED is heeded."""
+    """Train a recipe for three epochs, with a small encoder and the reductions of REDUCED, and return its record."""
     out, dataset = RUNS / "begin" / f"{name}-{recipe}", "cifar10" if recipe == WITH_RESNET18 else recipe
     where = f"--device cpu --workers 0 --knn-every 0 --dataset {dataset} --out {out}"
     module, args = parse(f"{BEGUN[name]} {where}")

@@ -4,7 +4,7 @@
         module.main(args)
     print(waits)
 
-Its tensors say that they are on `cpu:0`, which torch distinguishes from `cpu`. The CPU computes them. An operation on
+Its tensors report the device `cpu:0`, which torch distinguishes from `cpu`, but the CPU computes them. An operation on
 tensors of both devices raises a RuntimeError, as on a GPU. `waits` counts what would make the program wait for a GPU,
 by line of this project: reading a value, a shape that depends on values, and a copy that blocks. Speed, memory, bf16
 and the kernels of a GPU are not simulated.
