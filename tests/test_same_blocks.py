@@ -23,6 +23,14 @@ def test_shared_blocks_are_the_same(name):
     assert len(BLOCKS) > 3 and len(BLOCKS[name]) > 1 and len(set(BLOCKS[name])) == 1
 
 
+@pytest.mark.parametrize("name", ["query", "key", "update"])
+def test_models_with_a_queue_encode_alike(name):
+    """No banner marks these methods. LoGo's MoCo has no `query`."""
+    texts = [SOURCES[f"{method}.py"] for method in ("jcl", "clim", "logo", "moco_jointcrop")]
+    found = [re.search(rf"^    def {name}\(.*?\n\n", text, re.M | re.S) for text in texts]
+    assert len({match[0] for match in found if match}) == 1 and sum(map(bool, found)) >= 3
+
+
 def sections(method):
     """Return what a reader copies: the imports of packages, and the sections on the paper, the model and ShuffleBN."""
     head, *parts = re.split(r"^# ==+ (?=\d\. )", SOURCES[f"{method}.py"].partition("\nif __name__")[0], flags=re.M)
