@@ -422,6 +422,14 @@ def split_batch(batch_size, num_images, world, parts=1, flag="--batch-size", sma
     return total // world
 
 
+def queue_length(length, batch_size, num_images):
+    """Return the length of a queue of negatives: `length` or, if that is None, a tenth of the images (or a batch)."""
+    length = length or min(65536, max(batch_size, num_images // 10))
+    if length > num_images / 4:
+        log(f"warning: {length} negatives of {num_images} images include the query's own: reduce --queue")
+    return length
+
+
 # ============================================================== 2. augmentation
 # These functions take a batch of float32 images in [0, 1], (n, 3, H, W), on any device, and do not change it in place.
 # They do what torchvision's ColorJitter, RandomGrayscale, RandomSolarize, RandomHorizontalFlip and GaussianBlur do, but
@@ -1249,8 +1257,8 @@ def open_run(args, train, state, derived, changes=None):
     log_values("derived", derived)
     path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]
     records = [] if path is None else load_run(path, args, config, state)
-    own = config, str(args.out), len(records)
-    if any(other != own for other in all_gather_object(own)):
+    this_process = config, str(args.out), len(records)
+    if any(other != this_process for other in all_gather_object(this_process)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
     if len(records) < args.epochs:
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)

@@ -292,9 +292,7 @@ def main(args, train=None, test=None):
     width = common.feature_width(backbone, args.image_size)
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
-    negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
-    if negatives > len(train) / 4:
-        common.log(f"warning: {negatives} negatives of {len(train)} images include the query's own: reduce --queue")
+    negatives = common.queue_length(args.queue, args.batch_size, len(train))
     model = JCL(backbone, width, args.dim, negatives, args.temperature, args.vanilla)
     model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on that many GPUs, for ShuffleBN
     model.to(device, memory_format=torch.channels_last)

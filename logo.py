@@ -474,9 +474,7 @@ def main(args, train=None, test=None):
         model = timm.layers.convert_sync_batchnorm(model) if synchronize else model
         derived = dict(batch_norm_groups=1 if synchronize else world)
     else:
-        negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
-        if negatives > len(train) / 4:
-            common.log(f"warning: {negatives} negatives of {len(train)} images include the query's own: reduce --queue")
+        negatives = common.queue_length(args.queue, args.batch_size, len(train))
         model = MoCo(backbone, width, pairs, args.dim, negatives, args.temperature, reduction)
         model = convert_split_batchnorm(model, groups) if groups > 1 else model  # as on that many GPUs, for ShuffleBN
         global_terms, local_terms = ([math.log(negatives + 1)] * len(part) for part in pairs)

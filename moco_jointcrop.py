@@ -529,9 +529,7 @@ def main(args, train=None, test=None):
         negatives = args.batch_size - 1  # the other keys of the batch
         model = MoCoV3(backbone, width, args.hidden, args.dim, args.temperature)
     else:
-        negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
-        if negatives > len(train) / 4:
-            common.log(f"warning: {negatives} negatives of {len(train)} images include the query's own: reduce --queue")
+        negatives = common.queue_length(args.queue, args.batch_size, len(train))
         model = MoCo(backbone, width, 1 if args.moco == "v1" else 2, args.dim, negatives, args.temperature)
     synchronize = v3 and world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only
     model = timm.layers.convert_sync_batchnorm(model) if synchronize else model
