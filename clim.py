@@ -543,8 +543,6 @@ def main(args, train=None, test=None):
         if clusters > len(train) / 4:
             common.log(f"warning: {clusters} clusters of {len(train)} images are very small: reduce --num-clusters")
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
-    if terms > 1 and args.lr > 0.03 / terms and not args.warmup and not records:
-        common.log("std may rise slowly, because the terms of the loss are summed (D3); --warmup 1 makes it faster")
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)

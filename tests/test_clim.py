@@ -287,16 +287,6 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp
     assert events == [0, 1, 2, "choice", 3, 4, "choice", 5, 6, "choice", 7]
 
 
-@pytest.mark.parametrize("flags, is_said", [
-    ("--image-size 16 8", True), ("--image-size 16 8 --warmup 0.1", False), ("--image-size 16", False),
-    ("--image-size 16 8 --lr 0.0075", False),
-])  # fmt: skip
-def test_that_std_may_rise_slowly_is_said_at_once(flags, is_said, tmp_path):
-    """A hint is printed if a loss of several terms has the learning rate of one, without warmup, as on ImageNet."""
-    flags = f"--arch resnet_micro --warmup 0 --clim-start 0 --num-clusters 4 --epochs 1 {flags}"
-    assert ("--warmup 1" in tiny.run("clim", tmp_path, *flags.split(), train=Blank(16))) == is_said
-
-
 def test_recipes():
     paper = dict(num_clusters=10000, knn_k=40, num_positives=10, refresh_every=5)  # App. A.2
     paper |= dict(arch="resnet50", batch_size=512, lr=0.03, weight_decay=1e-4, alpha=2.0, temperature=0.2, queue=65536)
