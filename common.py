@@ -423,7 +423,10 @@ def split_batch(batch_size, num_images, world, parts=1, flag="--batch-size", sma
 
 
 def queue_length(length, batch_size, num_images):
-    """Return the length of a queue of negatives: `length` or, if that is None, a tenth of the images (or a batch)."""
+    """Return the length of a queue: `length` or, if None, a tenth of the images, from a batch up to 65,536.
+
+    Log a warning if it is more than a quarter of the images.
+    """
     length = length or min(65536, max(batch_size, num_images // 10))
     if length > num_images / 4:
         log(f"warning: {length} negatives of {num_images} images include the query's own: reduce --queue")
