@@ -428,20 +428,16 @@ class CLIM(nn.Module):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It starts with random L2-normalized vectors."""
+    """The last `length` keys, (length, dim), the oldest first. It starts with random L2-normalized vectors."""
 
     def __init__(self, length, dim):
         super().__init__()
         self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys with the (N, dim) keys of all processes, after backward, which needs the old ones."""
-        length = len(self.keys)
-        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))  # if N > length, only the last ones
-        self.position.add_(len(keys)).remainder_(length)
+        """Append the (N, dim) keys of all processes and drop the oldest, after backward, which needs the old ones."""
+        self.keys.copy_(torch.cat([self.keys, keys])[-len(self.keys) :])
 
 
 # ================================================================= 5. training
