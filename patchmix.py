@@ -192,13 +192,12 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()  # line 2: k, Eq. 2
     # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
     group_size = num_patches // num_mix  # S
+    place = permutation.argsort()  # r of Eq. 5: where the shuffle puts each patch
     # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. For remaining patches that is M or more: never mixed.
-    group_of_shuffled = torch.arange(num_patches) // group_size
-    # Line 7, Eq. 5 and 7: by r = argsort(k) the patches return to their positions, and so do their groups.
-    group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns).to(images.device, non_blocking=True)
+    group_of_patch = (place // group_size).view(rows, columns).to(images.device, non_blocking=True)
     group_of_pixel = group_of_patch.repeat_interleave(patch_size, 0).repeat_interleave(patch_size, 1)
     mixed = images
-    # Lines 4 to 6, Eq. 4 and 6: group m of row i is of image (i + m) mod N, in row i of the batch rolled by -m.
+    # Lines 4 to 7, Eq. 4, 6, 7: group m of row i is of image (i + m) mod N, in row i of the batch rolled by -m.
     for m in range(1, num_mix):
         mixed = torch.where(group_of_pixel == m, images.roll(-m, 0), mixed)
     return mixed
@@ -290,9 +289,9 @@ def head(*widths):
     widths: the sizes of the input, of each hidden layer and of the output. Without biases, as in the released code.
     """
     layers = []
-    for inputs, outputs in pairwise(widths[:-1]):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, nn.Linear(*widths[-2:], bias=False), nn.BatchNorm1d(widths[-1], affine=False))
+    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
 
 
 class PatchMix(nn.Module):
