@@ -183,8 +183,8 @@ def list_files(folder, parents=()):
 
 def list_images(root, folder=""):
     """Return the file names, relative to `root`, of the images below root/folder. Log the number of other files."""
-    root_length, folder = len(os.path.join(root, "")), os.path.join(root, folder)
-    files = [(path[root_length:], os.path.splitext(path)[1].lower()) for path in list_files(folder)]
+    prefix, folder = os.path.join(root, ""), os.path.join(root, folder)
+    files = [(path.removeprefix(prefix), os.path.splitext(path)[1].lower()) for path in list_files(folder)]
     names = [name for name, suffix in files if suffix in EXTENSIONS]
     if not names:
         raise UsageError(f"no images in {folder}")
@@ -276,7 +276,7 @@ def load_torchvision(name, root, entries, train):
         dist.barrier()
     images = dataset(root, **which)
     if name == "stl10":
-        images.targets = images.labels.astype(np.int64)
+        images.targets = images.labels
     return images
 
 
@@ -745,7 +745,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     for i, ((batch,), _) in enumerate(loader):
         x = normalize(batch.to(device, non_blocking=True) / 255, info["mean"], info["std"])
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            part = encoder(x).flatten(1).float().cpu()
+            part = encoder(x).float().cpu()
         features = part.new_empty(len(crops), part.shape[1]) if features is None else features
         features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
         progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")

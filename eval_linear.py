@@ -165,8 +165,7 @@ def complete(args, info):
         tuning = "patchmix" if common.is_vit(info["timm_name"]) else "clim"
         args.protocol = tuning if args.finetune else "probe"
     args.method = "finetune" if args.finetune else "linear"
-    if args.dataset is None:  # the one that the encoder was trained on
-        args.dataset, args.data_dir = info.get("dataset"), args.data_dir or info.get("data_dir")
+    args.dataset, args.data_dir = info["dataset"], info["data_dir"]  # those that `open_data` has loaded
     values = recipe(args, info)
     args = argparse.Namespace(**values | vars(args))
     if args.protocol == "probe":
@@ -215,7 +214,7 @@ def open_data(args, info, train=None, test=None):
     else:
         return train, val, test, info
     chosen = common.Subset(train, rows.tolist())
-    counts = torch.from_numpy(chosen.targets).bincount(minlength=len(train.classes))
+    counts = np.bincount(chosen.targets, minlength=len(train.classes))
     common.log(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} per class")
     return chosen, None, test, info
 
@@ -379,7 +378,7 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
     x: (n, d) and test_x: (m, d), which are centered and divided by one number, the root mean square of x[rest]. So a
     strength means the same for every encoder, and directions keep their relative size. Computes in float64. y: (n,)
     int64. rest, check: rows to fit and rows to choose by; if check is empty, the fitted rows choose. The final fit uses
-    both. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
+    all of x. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
     To copy it, also copy scores, affine and logistic_regression, and delete common.progress.
     """
     mean = x[rest].double().mean(0)
@@ -393,8 +392,7 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
         logits = (x[choosing] @ weight).cpu()
         percents.append(scores(logits, y[choosing].cpu(), num_classes)[f"linear_{metric}"])
     best = median_low(i for i, percent in enumerate(percents) if percent == max(percents))  # the middle one of ties
-    rows = torch.cat([check, rest])
-    weight = logistic_regression(x[rows, :-1], y[rows], num_classes, strengths[best])
+    weight = logistic_regression(x[:, :-1], y, num_classes, strengths[best])
     return dict(logits=test_x @ weight, chosen=strengths[best], held_out=dict(zip(strengths, percents, strict=True)))
 
 
@@ -556,7 +554,7 @@ def train_protocol(args, device, encoder, info, train, test):
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
     derived = dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp)
     config, records = common.open_run(args, train, state, derived, changes)
-    info.pop("data_dir", None)  # backbone.pt has no paths
+    del info["data_dir"]  # backbone.pt has no paths
     tuned = info | dict(encoder="fine-tuned", classes=[*map(str, train.classes)]) if args.finetune else None
     ddp = DistributedDataParallel(model) if world > 1 else model
     ddp.broadcast_buffers = False  # batch norm does not need it; torch 2.13 renames the argument, not the attribute
@@ -593,7 +591,7 @@ def train_protocol(args, device, encoder, info, train, test):
         records[-1] |= found
         common.save_run(args.out, config, tuned, state, records)  # again: a damaged test image must not cost the epoch
     common.log_epoch(f"finished: {args.out}", records)
-    return {"encoder": {name: value for name, value in records[-1].items() if name.startswith(args.method)}}
+    return {"encoder": found}
 
 
 def main(args, train=None, test=None):

@@ -33,7 +33,8 @@ FAST = ["--batch-size", "16", "--epochs", "3"]  # two steps per epoch of 42 imag
 
 def completed(places, *flags, encoder="VIT", **changed):
     args = eval_linear.parse_args([str(places[encoder]), *map(str, flags)])
-    return eval_linear.complete(args, common.load_backbone(places[encoder])[1] | changed)
+    info = common.load_backbone(places[encoder])[1]
+    return eval_linear.complete(args, info | dict(dataset=args.dataset or info["dataset"]) | changed)
 
 
 SGD = dict(optimizer="sgd", weight_decay=0, crop_scale=[0.08, 1], pad=0, randaug=0, erase=0, mixup=0, smoothing=0)
@@ -135,7 +136,8 @@ def test_what_differs_has_a_folder_of_its_own(places):
     lines = [[vit, *words.split()] for words in flags]
     lines += [[vit / f"{name}.pt"] for name in ("epoch-0001", "epoch-0002", "last")]
     each = [eval_linear.parse_args([*map(str, line), "--protocol", "moco"]) for line in lines]
-    *outs, last = [eval_linear.complete(args, info).out for args in each]
+    infos = [info | dict(dataset=args.dataset or info["dataset"]) for args in each]
+    *outs, last = [eval_linear.complete(*pair).out for pair in zip(each, infos, strict=True)]
     assert last == outs[0] and len({*outs}) == len(outs)
 
 
