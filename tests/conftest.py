@@ -22,9 +22,6 @@ METHODS = [*RECORDS]
 # (method, flags): all methods with their default models, then with the others, which these flags select.
 EACH_MODEL = [(m, "") for m in METHODS] + [(m, flags) for m in METHODS for flags in RECORDS[m].models if flags]
 VARIANTS = [(method, flags) for method in METHODS for flags in ("", *RECORDS[method].forms)]
-# timm's arguments for a small ResNet. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
-# convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512.
-NANO = dict(layers=(1, 1, 1, 1), channels=(8, 8, 8, 8))
 INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")  # an encoder's images
 
 
@@ -36,6 +33,9 @@ def slow_but(quick, cases):
 
 JCL_AT_ONCE = slow_but(["jcl"], METHODS)
 MODULES = {method: importlib.import_module(method) for method in METHODS}
+# A very small encoder, but no layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1 convolution of
+# stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512.
+importlib.import_module("common").ARCHS["resnet_nano"] = ("resnet18", dict(layers=[1] * 4, channels=[8] * 4))
 QUEUES = [method for method in METHODS if hasattr(MODULES[method], "Queue")]
 WITH_MIN_LR = [method for method in METHODS if hasattr(MODULES[method].parse_args([]), "min_lr")]  # else it is 0
 
@@ -109,13 +109,12 @@ def info_nce(q, k, queue, temperature):
     return total / len(q)
 
 
-def ks(sample, other=None):
-    """Return the Kolmogorov-Smirnov distance to another sample or U(0, 1), times sqrt(size). It rarely exceeds 2."""
-    sample = np.sort(np.ravel(sample))
-    if other is None:
-        uniform, steps = sample.clip(0, 1), np.linspace(0, 1, len(sample) + 1)
-        return max((steps[1:] - uniform).max(), (uniform - steps[:-1]).max()) * len(sample) ** 0.5
-    other = np.sort(np.ravel(other))
+UNIFORM = (np.arange(10**6) + 0.5) / 10**6  # stands for U(0, 1)
+
+
+def ks(sample, other=UNIFORM):
+    """Return the Kolmogorov-Smirnov distance to another sample, times sqrt(size). It rarely exceeds 2."""
+    sample, other = np.sort(np.ravel(sample)), np.sort(np.ravel(other))
     at = np.concatenate([sample, other])
     distance = np.searchsorted(sample, at, "right") / len(sample) - np.searchsorted(other, at, "right") / len(other)
     return abs(distance).max() * (len(sample) * len(other) / len(at)) ** 0.5
@@ -141,18 +140,16 @@ class Pictures(torch.utils.data.Dataset):
         return Image.fromarray(self.array[i]), self.targets[i]
 
 
-class Blank(Pictures):
-    """A dataset of n black images, size x size, all of one class."""
-
-    def __init__(self, n, size=8):
-        super().__init__(np.broadcast_to(np.uint8(0), (n, size, size, 3)), classes=["black"])
+def blank(n, size=8):
+    """Return n black images, size x size: a list, which has no targets."""
+    return [(Image.new("RGB", (size, size)), 0)] * n
 
 
 def first_call(function, module, flags="", train=None):
     """Run `main` until it calls a function, "MODULE.NAME", and return the positional arguments of that call."""
     args = module.parse_args([*flags.split(), "--device", "cpu"])
     with mock.patch(function, side_effect=InterruptedError) as called, pytest.raises(InterruptedError):
-        module.main(args, train=Blank(args.batch_size) if train is None else train)
+        module.main(args, train=blank(args.batch_size) if train is None else train)
     return called.call_args.args
 
 

@@ -24,7 +24,6 @@ class Method:
     processes: list  # flags for comparing several processes with one
     quick_processes: list = field(default_factory=list)  # the same, but also tested without --slow
     forms: list = field(default_factory=list)  # flags that select another recipe or form of the method
-    small: str = "resnet_mini"  # a small encoder of the usual kind, a ResNet or a ViT
     needs: str = ""  # flags without which others have no effect within two steps
     four_views: str = ""  # flags for four views per step, of equal size and area range, with all random operations
     evaluated: str = "query"  # the encoder in backbone.pt
@@ -92,7 +91,6 @@ RECORDS = dict(
         processes=["--mix-slices 16 --hidden 16 --variant released --image-size 32 --local-crops 2"],
         quick_processes=["--mix-slices 8 --num-mix 3 --hidden 16"],
         forms=["--variant released", "--terms oto --patch-size 32"],  # unmixed images of one patch
-        small="vit_micro",
         evaluated="momentum",
         interpolation="bicubic",
         needs="--patch-size 4",  # to have room for local crops

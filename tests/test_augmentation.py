@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as TF
-from conftest import MODULES, Blank, generator, ks, slow_but
+from conftest import MODULES, generator, ks, slow_but
 from methods import DRAWN, RECORDS
 from PIL import Image
 from tiny import run
@@ -178,13 +178,10 @@ def test_crops_on_imagenet(module, flags, small_crops, large_areas, small_areas,
         assert 0.9 * low < areas.min() < low + margin and high - margin < areas.max() < 1.1 * high
 
 
-class Same(Blank):
-    """A dataset that repeats one large image, so crops are equal only if their boxes are. Blue encodes the index."""
-
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (250, 250, 3), dtype=np.uint8))
-
-    def __getitem__(self, index):
-        return Image.merge("RGB", (*self.image.split()[:2], Image.new("L", self.image.size, index))), 0
+def same_images(n):
+    """Return n copies of a large image, so that crops are equal only if their boxes are. Blue encodes the index."""
+    red, green, _ = Image.fromarray(np.random.default_rng(0).integers(0, 256, (250, 250, 3), dtype=np.uint8)).split()
+    return [(Image.merge("RGB", (red, green, Image.new("L", red.size, i))), 0) for i in range(n)]
 
 
 def draws_of(method, out, *flags, rank=0):
@@ -209,7 +206,7 @@ def draws_of(method, out, *flags, rank=0):
         patch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), rank, 2))
         patch.setattr(module, "DistributedDataParallel", lambda model: model)
         patch.setattr("timm.utils.distribute_bn", lambda *_, **__: None)
-        run(method, out, *TRAININGS[method].split(), "--knn-every", 0, *flags, train=Same(32))
+        run(method, out, *TRAININGS[method].split(), "--knn-every", 0, *flags, train=same_images(32))
     assert views in ([], [0, 1, 2, 3] * 4)
     return made
 

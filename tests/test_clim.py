@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from conftest import INFO, Blank, Pictures, assert_same, first_call, generator, info_nce, ks, random_views, unit, values
+from conftest import INFO, Pictures, assert_same, blank, first_call, generator, info_nce, ks, random_views, unit, values
 from torch import nn
 
 import clim
@@ -274,8 +274,7 @@ def test_the_clusters_of_a_folder_are_one_per_128_images(monkeypatch):
     monkeypatch.setattr(clim, "kmeans", lambda x, m: asked.append(m) or kmeans(x, m))
     args = clim.parse_args("--dataset folder --selection kmeans --image-size 16".split())
     for count in (100, 128, 1300):
-        images = [*Blank(count, 16)]  # a list has no targets
-        clim.choose_positives(args, model_of().float(), images, INFO, torch.device("cpu"))
+        clim.choose_positives(args, model_of().float(), blank(count, 16), INFO, torch.device("cpu"))
     assert asked == [1, 1, 10]
 
 
@@ -283,7 +282,7 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp
     events, rate = [], clim.learning_rate
     monkeypatch.setattr(clim, "learning_rate", lambda args, epoch: events.append(epoch) or rate(args, epoch))
     monkeypatch.setattr(clim, "choose_positives", lambda *_: events.append("choice") or torch.zeros(16, 10))
-    tiny.run("clim", tmp_path, *"--clim-start 3 --refresh-every 2 --epochs 8 --knn-every 0".split(), train=Blank(16))
+    tiny.run("clim", tmp_path, *"--clim-start 3 --refresh-every 2 --epochs 8 --knn-every 0".split(), train=blank(16))
     assert events == [0, 1, 2, "choice", 3, 4, "choice", 5, 6, "choice", 7]
 
 

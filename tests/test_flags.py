@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import METHODS, MODULES, QUEUES, VARIANTS, Blank, state_of
+from conftest import METHODS, MODULES, QUEUES, VARIANTS, blank, state_of
 from methods import RECORDS
 from tiny import flat, load, refused
 
@@ -97,7 +97,7 @@ def test_what_is_given_is_in_the_runs_name(method, module, tmp_path):
 def test_the_queue_of_a_folder_is_a_tenth_of_the_images(method, module, count, length):
     """With --dataset folder, the queue has a tenth of the images, within limits, and batch norm has two groups."""
     flags = "--dataset folder --arch resnet_mini --image-size 32 --batch-size 64"
-    model = state_of(module, flags, train=Blank(count))["model"]
+    model = state_of(module, flags, train=blank(count))["model"]
     assert len(model.queue.keys) == length
     assert {norm.groups for norm in model.modules() if isinstance(norm, module.SplitBatchNorm)} == {2}
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NANO, assert_same, info_nce, slow_but, state_of, unit, values
+from conftest import assert_same, info_nce, slow_but, state_of, unit, values
 from torch import nn
 
 import common
@@ -16,8 +16,7 @@ import logo
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch, double):
-    """Use float64 throughout, and define a very small ResNet."""
-    monkeypatch.setitem(common.ARCHS, "nano", ("resnet18", dict(NANO, zero_init_last=False)))
+    """Use float64 throughout."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
@@ -120,7 +119,7 @@ def algorithm1(args, model, affinity, batches, noises):
     return steps
 
 
-SMALL = "--arch nano --image-size 16 --batch-size 16 --dim 8 --lr 0.1 --warmup 0 --milestones 0.99 "
+SMALL = "--arch resnet_nano --image-size 16 --batch-size 16 --dim 8 --lr 0.1 --warmup 0 --milestones 0.99 "
 SMALL += "--weight-decay 0.01 --epochs 1 --knn-every 0 --device cpu"
 QUICK = ["--variant paper --lam 0.5", "--base simsiam --l2l-weighting clip --clip-ratio 0.3 --affinity-lr 0.03"]
 RUNS = [*QUICK, "--base simsiam --lam 0.5", "--base simsiam --variant paper --lam 0.5"]

@@ -7,7 +7,7 @@ import zlib
 import pytest
 import tiny
 import torch
-from conftest import MODULES, NANO, generator, slow_but
+from conftest import MODULES, generator, slow_but
 from methods import RECORDS
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -41,7 +41,6 @@ def seeded(function, per_process=False):
 
 def train_each(folder, cases):
     """Train all cases as one of several processes, in float64, so that a difference is an error and not rounding."""
-    common.ARCHS["nano"] = ("resnet18", dict(NANO, zero_init_last=False))
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
     torch.randn, torch.randperm = seeded(torch.randn), seeded(torch.randperm, per_process=True)  # noise; ShuffleBN
@@ -64,7 +63,7 @@ def train_each(folder, cases):
         module.augment = functools.partial(random_view, generator())
         # Without --bn-groups, batch norm uses the rows of all processes, for which torch needs GPUs
         module.DistributedDataParallel = DDP if "--bn-groups" in flags else lambda model: DDP(tiny.synchronize(model))
-        arch = ["--drop-path", "0"] if RECORDS[method].small == "vit_micro" else ["--arch", "nano"]
+        arch = ["--drop-path", "0"] if common.is_vit(module.parse_args([]).arch) else ["--arch", "resnet_nano"]
         args = module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"])
         module.main(args, train=common.Patterns(96, 16, seed=0))  # three steps
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import JCL_AT_ONCE, METHODS, QUEUES, Blank, slow_but
+from conftest import JCL_AT_ONCE, METHODS, QUEUES, blank, slow_but
 from methods import RECORDS
 from tiny import evaluate, load, records, refused, run, unequal
 from torch import nn
@@ -87,7 +87,7 @@ def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     """It prints its values, which may be a Path or numpy's numbers, and a changed number of processes."""
     numbers = dict(seed=np.int64(3), lr=np.float64(0.1), epochs=2)
     args = argparse.Namespace(method="m", out=tmp_path, resume=None, workers=3, data_dir=None, **numbers)
-    images, state = Blank(40), dict(model=nn.Linear(2, 2))
+    images, state = blank(40), dict(model=nn.Linear(2, 2))
     config, _ = common.open_run(args, images, state, {})
     said = " ".join(capsys.readouterr().out.split())
     assert "lr 0.1 " in said and "workers 3" in said
@@ -126,7 +126,7 @@ MANY += [("clim", "--queue 16 --clim-start 0 --num-clusters", "clusters of 64 im
 def test_what_is_many_for_so_few_images_is_said(method, flags, words, tmp_path):
     """A run warns if negatives or clusters number more than a quarter of the images."""
     for count, is_said in ((16, False), (17, True)):
-        said = run(method, tmp_path / str(count), "--epochs", 1, *flags.split(), count, train=Blank(64))
+        said = run(method, tmp_path / str(count), "--epochs", 1, *flags.split(), count, train=blank(64))
         assert (f"{count} {words}" in said) == is_said
 
 

@@ -17,7 +17,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import MODULES, ROOT, Blank, slow_but
+from conftest import MODULES, ROOT, blank, slow_but
 
 import common
 
@@ -248,7 +248,7 @@ def train(out, run, flags):
     with pytest.MonkeyPatch.context() as patch:
         losses = follow(patch, module, method, run, s, d)
         args = module.parse_args([*flags_of(method, s), *flags, "--out", str(out)])
-        module.main(args, train=Blank(s["batch_size"] * s["steps_per_epoch"], s["image_size"]))
+        module.main(args, train=blank(s["batch_size"] * s["steps_per_epoch"], s["image_size"]))
     return torch.stack(losses)
 
 

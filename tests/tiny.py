@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import MODULES, NANO
+from conftest import MODULES
 from PIL import Image
 from torch import nn
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -31,10 +31,9 @@ CHILDREN.set_forkserver_preload(["torch", "torchvision", "timm"])
 
 
 def shrink(patch):
-    """Shrink the patterns dataset, its recipes and vit_micro, and add resnet_nano. patch: a MonkeyPatch."""
+    """Shrink the patterns dataset, its recipes and vit_micro. patch: a MonkeyPatch."""
     make = common.Patterns
     patch.setattr(common, "Patterns", lambda count, size, seed: make(68 if count > 1024 else 32, size, seed))
-    patch.setitem(common.ARCHS, "resnet_nano", ("resnet18", NANO))
     name, options = common.ARCHS["vit_micro"]  # two blocks, the second of which has drop path
     patch.setitem(common.ARCHS, "vit_micro", (name, options | dict(depth=2)))
     small = dict(hidden=32, dim=16, patch_size=8, queue=32, mix_slices=2, drop_path=0.2, clim_start=0, num_clusters=4)
