@@ -374,8 +374,8 @@ class PatchMix(nn.Module):
             losses = {term: contrast(*pairs[term], term) for term in self.terms}
             for term, queries in h_local.items():  # as released, against the keys of both views
                 losses[f"local_{term}"] = sum(contrast(h, z, term) for h in queries for z in (z1, z2)) / len(local)
-        weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # as released (D6)
-        loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
+        # Line 10, Eq. 16. As released, the terms of local crops have weight 1 (D6)
+        loss = sum(self.terms.get(name, 1.0) * value for name, value in losses.items())
         metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
         return loss, (h2 if oto else h1_mixed).detach(), metrics
 
