@@ -275,7 +275,7 @@ def random_members(assignment, count):
     for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # of a cluster, ascending
         candidates = rows if len(rows) > 1 else everyone
         place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # among the other candidates
-        place += candidates[place] >= rows[:, None]  # to skip the row itself, it and all later places move by one
+        place += candidates[place] >= rows[:, None]  # from the row's own place on, take the next, to skip the row
         table[rows] = candidates[place]
     return table
 
@@ -548,7 +548,7 @@ def main(args, train=None, test=None):
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run gets the same seed: hashes of ints are fixed
-        is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # none, as after --resume
+        is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # none after --resume
         if args.selection != "none" and epoch >= args.clim_start and is_due:
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
@@ -676,9 +676,10 @@ def convert_split_batchnorm(module, groups):
 # D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: an image is never its own positive.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors are added. Here: these are the ones
 #    that Eq. 2 excludes, although adding them contradicts Eq. 2.
-# D3 The sum of Eq. 6. Paper: r is the size of the image's views, r' of the positive's. Here: r is the query's, r' its
-#    keys'. As in the paper, the terms are summed, four for two sizes, which raises the effective learning rate: the
-#    embeddings' std rises slowly at first, faster with `--warmup 1` (not in the paper). Local crops add their terms.
+# D3 The sum of Eq. 6. Paper: r is the size of the image's views, r' of the positive's. Here: r is the size of the
+#    query, r' that of its keys. As in the paper, the terms are summed, four for two sizes, which raises the effective
+#    learning rate: the embeddings' std rises slowly at first, faster with `--warmup 1` (not in the paper). Local crops
+#    add their terms.
 # D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have the same view, flipped for the second.
 # D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
 #    query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.

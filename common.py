@@ -1039,7 +1039,7 @@ def log_epoch(title, records, names=()):
 
 
 def warn_of_collapse(stds):
-    """Print a warning once `std` has been below 0.1 for exactly three epochs. stds: that of each epoch so far."""
+    """Print a warning after the third epoch in a row with a `std` below 0.1. stds: that of each epoch so far."""
     if [std < 0.1 for std in [1, *stds][-4:]] == [False, True, True, True]:
         log("warning: std has been below 0.1 for three epochs: all embeddings are nearly equal. If it does not rise,")
         log("this is a collapse: try --warmup, or check --lr (too high?), --temperature, --queue and --momentum")
@@ -1296,7 +1296,7 @@ def load_run(path, args, config, state):
                 part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
             elif isinstance(part, nn.Module):
                 part.load_state_dict(saved[name])
-            elif part.dim() == 0 or not resumes_other:  # another run's rows may be of other images
+            elif part.dim() == 0 or not resumes_other:  # a row per image is not taken from another run
                 part.copy_(saved[name])
     except (KeyError, RuntimeError, ValueError) as error:
         reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()[:200]]  # names a tensor

@@ -106,14 +106,14 @@ def parse_args(argv=None):
     """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
     parser = argparse.ArgumentParser("eval_linear.py", description="Evaluate by linear probing or fine-tuning")
     common.add_evaluation_arguments(parser)
-    some = common.bounded("a positive number, at most 1", float, lambda x: 0 < x <= 1)
+    share = common.bounded("a positive number, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
     add("--protocol", choices=tuple(LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, clim for others")
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=some, metavar="X", help="balanced fraction of the labels; less if a class is small")
+    add("--label-fraction", type=share, metavar="X", help="balanced fraction of the labels; less if a class is small")
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
@@ -138,7 +138,7 @@ def parse_args(argv=None):
     add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
 
     add = parser.add_argument_group("probe (also --epochs and --batch-size)", **unset).add_argument
-    add("--holdout", type=some, help="held-out fraction that chooses from --lrs or --strengths, unless "
+    add("--holdout", type=share, help="held-out fraction that chooses from --lrs or --strengths, unless "
         "val/ does (default: 0.1)")  # fmt: skip
     add("--lrs", type=common.positive_float, nargs="+", help="learning rates (default: 13 from 10^-4.5 to 10^1.5)")
     add("--strengths", type=common.positive_float, nargs="+", help="lbfgs: L2 penalties (default: 45 from 1e-6 to 1e5)")

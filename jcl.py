@@ -432,7 +432,7 @@ def convert_split_batchnorm(module, groups):
 # D1 lambda. Paper: 4.0, constant. Released: a linear ramp over the epochs, up to 2.0.
 # D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
 # D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
-# D4 The queue. Paper (App. C): 256 keys leave while N = 512 enter, so it would grow. Here and released: N leave, too.
+# D4 The queue. Paper (App. C): 256 keys leave as N = 512 enter, so it would grow. Released, and here: N keys leave.
 # D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
 # D6 The queue with --vanilla. Paper: not given. Here: the mean keys enter, too.
 # D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.

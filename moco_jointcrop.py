@@ -259,8 +259,9 @@ class JointCrop(v2.RandomResizedCrop):
 
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
     these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
-    whole: if no crop fits into the image, take all of it, not a center crop (D2). torchvision tries ten aspect ratios,
-    each with a new area. Here all have the same, so none fits for 40% of crops of 640 x 320 images (areas from 0.2).
+    whole: if no crop fits into the image, take all of it, not a center crop (D2). torchvision draws a new area with
+    each of ten aspect ratios. Here, all ten have the same area, so in images of 640 x 320 px none fits for 40% of the
+    crops (areas from 0.2).
 
     This does the same without the class, with torchvision.transforms.RandomResizedCrop, and with resized_crop and
     gaussian_blur from torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:

@@ -20,8 +20,8 @@ keys of the batch. The loss is the sum of three contrasts: mto, mtm and oto. Onl
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is `--num-mix 1 --terms oto,mto`, because mtm would count L(q1, k2) twice. It is MoCo v3, with drop path,
-a trained patch projection and trained positions, and without the factor 2 tau. PatchMix changes three things:
+The baseline is `--num-mix 1 --terms oto,mto`: without mixing, mtm is the same term as mto. It is MoCo v3, with drop
+path, a trained patch projection and trained positions, and without the factor 2 tau. PatchMix changes three things:
     queries of both views                ->  queries of one view are of mixed images    (PatchMix.forward)
     L(q2, k1) + L(q1, k2)                ->  oto + mto + mtm, with mixed keys           (PatchMix.forward)
     InfoNCE with one positive per query  ->  M, or 2M - 1, positives with weights       (mix_targets, soft_info_nce)
@@ -526,7 +526,7 @@ def gather(x):
 # D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
-# D8 The schedule. Paper: of 300 epochs, 10 of warmup and "the rest 260" of a cosine. Released, and here: 290.
+# D8 The cosine after 10 epochs of warmup. Paper: "the rest 260" of 300 epochs. Released, and here: the other 290.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Omitted: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
