@@ -553,7 +553,9 @@ ARCHS = {  # our name: (timm's name, arguments of timm.create_model)
 
 def is_vit(arch):
     """Whether an architecture is one of timm's plain ViTs, which take images and patches of any size."""
-    return timm.models.is_model_in_modules(ARCHS.get(arch, (arch,))[0], ["vision_transformer", "deit"])
+    name = ARCHS.get(arch, (arch,))[0]
+    modules = "timm.models.vision_transformer", "timm.models.deit"  # not a user's own vision_transformer.py
+    return timm.is_model(name) and timm.models.model_entrypoint(name).__module__ in modules
 
 
 def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolation="bilinear", **kwargs):
@@ -566,13 +568,15 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
     name, changes = ARCHS.get(arch, (arch, {}))
     if not timm.is_model(name):
         raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
+    if arch in ARCHS and timm.is_model(arch):
+        raise UsageError(f"--arch {arch} is a name of this project: register your own encoder under another name")
     kwargs, stem = changes | kwargs | dict(num_classes=0), "timm"
     if is_vit(arch):
         fixed = re.search(r"patch(\d+)", arch)
         if image_size % patch_size or (fixed and int(fixed[1]) != patch_size):
             raise UsageError(f"--patch-size {patch_size} does not fit --arch {arch} and images of {image_size} px")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True, weight_init="moco")
-    elif timm.models.is_model_in_modules(name, ["resnet"]):
+    elif timm.models.model_entrypoint(name).__module__ == "timm.models.resnet":
         kwargs |= dict(zero_init_last=False)  # initialize residual branches as torchvision and MoCo do
         is_plain = name.split(".")[0].removeprefix("resnet").isdigit() and arch != "resnet_micro"  # not resnet26d
         if is_plain and image_size <= 64:

@@ -5,6 +5,8 @@ import datetime
 import functools
 import json
 import re
+import sys
+import types
 from unittest import mock
 
 import numpy as np
@@ -208,3 +210,16 @@ def test_own_encoder(method, tmp_path, capsys):
     torch.save(saved | dict(timm_name="encoder_of_mine"), tmp_path / "backbone.pt")
     line = refused(capsys, common.load_backbone, tmp_path)
     assert "encoder_of_mine is not registered" in line and "eval_knn.main" in line
+
+
+@pytest.mark.parametrize("name, module", [("resnet7", "resnet"), ("vit_own", "vision_transformer")])
+def test_an_own_encoder_is_not_taken_for_timms(name, module, monkeypatch, capsys):
+    """It stays as it is if its file is called like one of timm's. A name of ours is refused."""
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    monkeypatch.setattr(own_encoder, "__module__", module)
+    monkeypatch.setattr(own_encoder, "__name__", name)
+    timm.models.register_model(own_encoder)
+    info = common.backbone_info(name, 32)
+    assert (info["create_kwargs"], info["stem"]) == (dict(num_classes=0), "timm") and not common.is_vit(name)
+    monkeypatch.setitem(common.ARCHS, name, common.ARCHS["vit_tiny"])
+    assert "another name" in refused(capsys, common.backbone_info, name, 32)
