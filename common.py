@@ -768,11 +768,12 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     images, all of these vote. Each process finds the nearest of its own rows, among which are the nearest of all.
     Copy it with gather_rows, all_gather_object and rank_and_world.
     """
-    bank, queries, train_y = F.normalize(train_x, dim=1), F.normalize(test_x, dim=1), train_y.to(train_x.device)
+    bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))  # in bfloat16, many would be equal
+    train_y = train_y.to(bank.device)
     most = max(all_gather_object(len(bank)))  # the same on every process, so that all take the same chunks
     predicted = []
     for chunk in queries.split(max(1, 2**26 // max(most, num_classes))):  # at most 256 MB of similarities
-        with torch.autocast(bank.device.type, enabled=False):  # in float32, whatever the caller's mode is
+        with torch.autocast(bank.device.type, enabled=False):  # whatever the caller's mode is
             similarity, row = (chunk @ bank.T).topk(min(max(k), len(bank)), dim=1)
         similarity, label = gather_rows(similarity.T).T, gather_rows(train_y[row].T).T  # the columns of all processes
         similarity, column = similarity.topk(min(max(k), similarity.shape[1]), dim=1)

@@ -42,6 +42,9 @@ def test_knn_is_a_double_loop(n, m, d, classes, tau):
         found = common.knn_predict(train_x, train_y, test_x, several, tau, classes)
     slow = [slow_knn(train_x, train_y, test_x, k, tau, classes).argmax(1) for k in several]
     assert torch.equal(found, torch.stack(slow))
+    train_x, test_x = train_x.bfloat16(), test_x.bfloat16()  # are compared in float32
+    found = common.knn_predict(train_x, train_y, test_x, several, tau, classes)
+    assert torch.equal(found, common.knn_predict(train_x.float(), train_y, test_x.float(), several, tau, classes))
 
 
 @pytest.mark.slow
