@@ -551,11 +551,15 @@ ARCHS = {  # our name: (timm's name, arguments of timm.create_model)
 }
 
 
+def is_from(name, *modules):
+    """Whether a model is from one of these modules of timm, and not from a user's own file of the same name."""
+    found = timm.models.is_model_in_modules(name, modules)
+    return found and timm.models.model_entrypoint(name).__module__.startswith("timm.")
+
+
 def is_vit(arch):
     """Whether an architecture is one of timm's plain ViTs, which take images and patches of any size."""
-    name = ARCHS.get(arch, (arch,))[0]
-    modules = "timm.models.vision_transformer", "timm.models.deit"  # not a user's own vision_transformer.py
-    return timm.is_model(name) and timm.models.model_entrypoint(name).__module__ in modules
+    return is_from(ARCHS.get(arch, (arch,))[0], "vision_transformer", "deit")
 
 
 def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolation="bilinear", **kwargs):
@@ -576,7 +580,7 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
         if image_size % patch_size or (fixed and int(fixed[1]) != patch_size):
             raise UsageError(f"--patch-size {patch_size} does not fit --arch {arch} and images of {image_size} px")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True, weight_init="moco")
-    elif timm.models.model_entrypoint(name).__module__ == "timm.models.resnet":
+    elif is_from(name, "resnet"):
         kwargs |= dict(zero_init_last=False)  # initialize residual branches as torchvision and MoCo do
         is_plain = name.split(".")[0].removeprefix("resnet").isdigit() and arch != "resnet_micro"  # not resnet26d
         if is_plain and image_size <= 64:
@@ -764,12 +768,13 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 
     A neighbor votes for its class with the weight exp(cosine similarity / temperature).
     train_x: (n, d) and train_y: (n,), this process's rows of the training images. test_x: (m, d), the same on every
-    process. Features are L2-normalized here. k: list of numbers of neighbors. If one exceeds the number of training
-    images, all of these vote. Each process finds the nearest of its own rows, among which are the nearest of all.
+    process. Features are L2-normalized here; float16 and bfloat16 are converted to float32. k: list of numbers of
+    neighbors. If one exceeds the number of training images, all of these vote. Each process finds the nearest of its
+    own rows, among which are the nearest of all.
     Copy it with gather_rows, all_gather_object and rank_and_world.
     """
-    bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))  # in bfloat16, many would be equal
-    train_y = train_y.to(bank.device)
+    train_x, test_x = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (train_x, test_x))
+    bank, queries, train_y = F.normalize(train_x, dim=1), F.normalize(test_x, dim=1), train_y.to(train_x.device)
     most = max(all_gather_object(len(bank)))  # the same on every process, so that all take the same chunks
     predicted = []
     for chunk in queries.split(max(1, 2**26 // max(most, num_classes))):  # at most 256 MB of similarities

@@ -216,7 +216,7 @@ def test_center_suppressed_positions(crops_are_boxes):
 
 
 def test_queue_is_first_in_first_out():
-    """If it gets more keys than it has rows, it keeps the last ones."""
+    """The queue keeps the last keys, the oldest first, also if it gets more than it has rows."""
     queue = moco.Queue(5, 3)
     held = [*queue.keys.clone()]
     for step, n in enumerate((2, 7, 1, 12)):

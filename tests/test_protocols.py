@@ -136,8 +136,7 @@ def test_what_differs_has_a_folder_of_its_own(places):
     lines = [[vit, *words.split()] for words in flags]
     lines += [[vit / f"{name}.pt"] for name in ("epoch-0001", "epoch-0002", "last")]
     each = [eval_linear.parse_args([*map(str, line), "--protocol", "moco"]) for line in lines]
-    infos = [info | dict(dataset=args.dataset or info["dataset"]) for args in each]
-    *outs, last = [eval_linear.complete(*pair).out for pair in zip(each, infos, strict=True)]
+    *outs, last = [eval_linear.complete(args, info | dict(dataset=args.dataset or info["dataset"])).out for args in each]
     assert last == outs[0] and len({*outs}) == len(outs)
 
 

@@ -221,5 +221,6 @@ def test_an_own_encoder_is_not_taken_for_timms(name, module, monkeypatch, capsys
     timm.models.register_model(own_encoder)
     info = common.backbone_info(name, 32)
     assert (info["create_kwargs"], info["stem"]) == (dict(num_classes=0), "timm") and not common.is_vit(name)
+    assert common.is_vit("vit_small_patch16_224_dino")  # a name that timm has deprecated
     monkeypatch.setitem(common.ARCHS, name, common.ARCHS["vit_tiny"])
     assert "another name" in refused(capsys, common.backbone_info, name, 32)
