@@ -136,7 +136,7 @@ def test_what_differs_has_a_folder_of_its_own(places):
     lines = [[vit, *words.split()] for words in flags]
     lines += [[vit / f"{name}.pt"] for name in ("epoch-0001", "epoch-0002", "last")]
     each = [eval_linear.parse_args([*map(str, line), "--protocol", "moco"]) for line in lines]
-    *outs, last = [eval_linear.complete(args, info | dict(dataset=args.dataset or info["dataset"])).out for args in each]
+    *outs, last = [eval_linear.complete(a, info | dict(dataset=a.dataset or info["dataset"])).out for a in each]
     assert last == outs[0] and len({*outs}) == len(outs)
 
 
