@@ -21,7 +21,7 @@ keys of the batch. The loss is the sum of three contrasts: mto, mtm and oto. Onl
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
 The baseline is `--num-mix 1 --terms oto,mto`: without mixing, mtm is the same term as mto. This is MoCo v3, with
-drop path, a trained patch projection and trained positions, and without the factor 2 tau. PatchMix has three changes:
+drop path, a trained patch projection and positions, and without the factor 2 tau. PatchMix changes three things:
     queries of both views                ->  queries of one view are of mixed images    (PatchMix.forward)
     L(q2, k1) + L(q1, k2)                ->  oto + mto + mtm, with mixed keys           (PatchMix.forward)
     InfoNCE with one positive per query  ->  M, or 2M - 1, positives with weights       (mix_targets, soft_info_nce)
