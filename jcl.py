@@ -348,9 +348,9 @@ def gather(x):
     """Concatenate the tensors (n, ...) of all processes, whose n is the same, in rank order: (N, ...). No gradient."""
     if not dist.is_initialized():
         return x.detach()
-    parts = [x.new_empty(x.shape) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    return torch.cat(parts)
+    whole = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+    dist.all_gather(list(whole.split(len(x))), x.contiguous())
+    return whole
 
 
 # --------------------------------------------------- ShuffleBN (shared block)
