@@ -434,7 +434,8 @@ def convert_split_batchnorm(module, groups):
 # D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
 # D4 The queue. Paper (App. C): 256 keys leave as N = 512 enter, so it would grow. Released, and here: N keys leave.
 # D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
-# D6 The queue with --vanilla. Paper: not given. Here: the mean keys enter, too.
+# D6 `--vanilla`. Paper (3.2, App. B): gradients through the branches of all keys; the queue is not given. Here: the
+#    keys are constants, as JCL's are, and their means enter the queue.
 # D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Omitted: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.
