@@ -275,7 +275,7 @@ def random_members(assignment, count):
     for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # of a cluster, ascending
         candidates = rows if len(rows) > 1 else everyone
         place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # among the other candidates
-        place += candidates[place] >= rows[:, None]  # from the row's own place on, take the next, to skip the row
+        place += candidates[place] >= rows[:, None]  # skips the row itself
         table[rows] = candidates[place]
     return table
 
@@ -674,8 +674,8 @@ def convert_split_batchnorm(module, groups):
 # ============================== 7. differences between the paper and this file
 
 # D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: an image is never its own positive.
-# D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors are added. Here: these are the ones
-#    that Eq. 2 excludes, although adding them contradicts Eq. 2.
+# D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors are added. Here: the same, although
+#    Eq. 2 excludes all of these.
 # D3 The sum of Eq. 6. Paper: r is the size of the image's views, r' of the positive's. Here: r is the size of the
 #    query, r' that of its keys. As in the paper, the terms are summed, four for two sizes, which raises the effective
 #    learning rate: the embeddings' std rises slowly at first, faster with `--warmup 1` (not in the paper). Local crops

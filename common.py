@@ -71,7 +71,7 @@ SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE
 
 
 def to_rgb(image):
-    """Convert a PIL image to RGB. Raises ValueError for other types, and for 16-bit images unless from a PPM file."""
+    """Convert a PIL image to RGB. Raises ValueError for other types, and for most images of over 8 bits per channel."""
     if not isinstance(image, Image.Image):
         raise ValueError(f"expected a PIL image, not {type(image).__name__}")
     tile = getattr(image, "tile", None)  # how an opened file will be decoded, for example from "RGB;16B"
@@ -289,19 +289,19 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     if train is None:
         train = load_dataset(name, root, True, image_size)
         test = load_dataset(name, root, False, image_size) if test is None else test
-    problem = "there are no test images" if test is None else compare_classes(train, test)
+    problem = "there are no test images" if test is None else class_mismatch(train, test)
     if problem:
         log(f"no kNN during training: {problem}")
     return train, None if problem else test
 
 
-def compare_classes(train, test):
+def class_mismatch(train, test):
     """Return "" if both datasets have labels of the same classes, two or more, in the same order; else what differs."""
     one, two = ([*getattr(images, "classes", ())] for images in (train, test))
     highest = [labels_of(images).max(initial=-1) for images in (train, test)]  # -1: no image has a label
     if min(highest) >= 0 and len(one) > 1 and one == two:
         fit = max(highest) < len(one)
-        return "" if fit else f"the labels of {len(one)} classes start at 0, so {max(highest)} is none"
+        return "" if fit else f"the labels of {len(one)} classes end at {len(one) - 1}, not at {max(highest)}"
     differ = ascii(sorted({*map(str, one)} ^ {*map(str, two)})[:3])  # ascii: letters that look alike may differ
     what = f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}"
     return f"training and test images need labels of the same classes, at least two, in the same order ({what})"
@@ -862,7 +862,7 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     if own and images != info["images"]:
         raise UsageError(f"the encoder was trained on other images; to use these, pass --dataset {name} --data-dir DIR")
     if check:
-        if problem := compare_classes(train, test or []):
+        if problem := class_mismatch(train, test or []):
             raise UsageError(problem)
         train, test = with_labels(train), with_labels(test)
     names = "encoder", "arch", "method", "image_size", "interpolation", "mean", "std"
@@ -882,8 +882,8 @@ def baselines(info, seed, num_images):
 # ================================================================= 5. processes
 
 
-def start(main, parse_args, paper=None):
-    """Run main(parse_args()). A mistake exits with an error message and status 2. paper: flags of the paper's run."""
+def start(main, parse_args, paper_flags=None):
+    """Run main(parse_args()). A mistake exits with an error message and status 2. paper_flags: of the paper's run."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     if hasattr(sys.stdout, "reconfigure"):  # else `log` would drop a line with a name that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -894,9 +894,9 @@ def start(main, parse_args, paper=None):
         args = parse_args()
         if getattr(args, "dataset", None) == "patterns":
             torch.set_num_threads(1)  # fast beside other programs, and the same digits on any number of cores
-        log_demo(args, paper)
+        log_demo(args, paper_flags)
         main(args)
-        log_demo(args, paper, finished=True)
+        log_demo(args, paper_flags, finished=True)
     except KeyboardInterrupt:
         log("interrupted: the same command resumes a training run after its last saved epoch")
         raise SystemExit(130) from None
@@ -989,15 +989,15 @@ def progress(text):
         log(text, end="")
 
 
-def log_demo(args, flags, finished=False):
-    """For a run of the demo, print how to train on real data. flags: the paper's run. finished: only its command."""
-    if not flags or args.dataset != "patterns" or args.show_views or os.environ.get("RANK", "0") != "0":
+def log_demo(args, paper_flags, finished=False):
+    """For a run of the demo, print how to train on real data. finished: print only the command of the paper's run."""
+    if not paper_flags or args.dataset != "patterns" or args.show_views or os.environ.get("RANK", "0") != "0":
         return
     if not finished:
         log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
         what = "learning rate, patch size, heads" if is_vit(args.arch) else "learning rate, image size"
         log(f"The demo's {what} and other values are not the paper's.")
-    log(f"At full scale: torchrun --nproc_per_node=8 {args.method}.py {flags}")
+    log(f"At full scale: torchrun --nproc_per_node=8 {args.method}.py {paper_flags}")
 
 
 class Meter:
@@ -1162,7 +1162,7 @@ def parse_args(parser, argv, recipe):
     add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
     add("--norm", choices=NORMS, help="dataset statistics used for normalization")
-    add("--init", type=os.path.abspath, metavar="FILE", help="initial weights of the encoder; also needed to resume")
+    add("--init", type=os.path.abspath, metavar="FILE", help="initial weights of the encoder; pass it again to resume")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
     add("--out", type=os.path.abspath, metavar="DIR", help="folder, by default in runs/; an existing run is resumed")
     add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")

@@ -494,7 +494,7 @@ def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start, before a group's lr_scale.
 
     It changes every step of a linear warmup, then once per epoch: it is divided by 10 at each milestone or, without
-    milestones, follows a cosine to args.min_lr, which counts the epochs of the warmup, as timm's does. PatchMix's: D4.
+    milestones, follows a cosine to args.min_lr over all epochs, as in timm, also those of the warmup. PatchMix's: D4.
     """
     if args.protocol == "patchmix" and args.epochs >= 100:  # in fewer epochs it changes every step (D4)
         now = max(0, int(now) - 1)  # timm's scheduler is called after each epoch

@@ -6,7 +6,7 @@ local crops apart (L_ll), as they show different parts of the image. Their simil
 trained to score two local crops of one image above those of two images, and the encoder takes a small step to reduce
 the scores of its own pairs. By default this file follows the released code, as the paper's Eq. 6 is unbounded (D1).
 
-Inferred: only the paper's supplement and the code for MoCo were available, so everything about SimSiam is inferred, or
+Inferred: only the paper's supplement and the code for MoCo were available, so all that concerns SimSiam is inferred, or
 from erceguder/LoGo, an unofficial repository. Caution: the affinity can score its training pairs without comparing the
 crops. In our runs it ranked only 60% of pairs correctly if both kinds were in one batch. See the end for both.
 
@@ -532,7 +532,7 @@ def main(args, train=None, test=None):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
             if args.l2l:
                 if args.l2l_weighting == "lambda":  # as in the paper (D1)
-                    loss = loss + args.lam * l_ll  # Eq. 9. If `loss` is a mean (D1), lambda counts five times as much
+                    loss = loss + args.lam * l_ll  # Eq. 9. If `loss` is the mean (D1), this is five times the weight
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()

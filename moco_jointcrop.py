@@ -109,8 +109,9 @@ def parse_args(argv=None):
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
     common.refuse(parser, args, args.joint == "none", ["beta"], "with --joint none")
     common.refuse(parser, args, args.joint != "either", ["joint_prob"], "without --joint either")
-    one_pair = args.joint in ("none", "blur") or args.local_crops < 2
-    common.refuse(parser, args, one_pair, ["joint_pair"], "without JointCrop (--joint) and --local-crops 2 or more")
+    has_local_pairs = args.joint not in ("none", "blur") and args.local_crops >= 2
+    why = "without JointCrop (--joint) and --local-crops 2 or more"
+    common.refuse(parser, args, not has_local_pairs, ["joint_pair"], why)
     return args
 
 
@@ -486,9 +487,9 @@ def learning_rate(args, now):
 
 def lars(model, weight_decay):
     """Return MoCo v3's optimizer, LARS. Biases and batch norms have neither weight decay nor a trust ratio."""
-    groups = param_groups_weight_decay(model)  # group 1 has the weights
-    groups[1] |= dict(weight_decay=weight_decay, always_adapt=True)  # a trust ratio even if the weight decay is 0
-    return Lars(groups, lr=0.0, momentum=0.9, trust_coeff=0.001)
+    without_decay, weights = param_groups_weight_decay(model)
+    weights |= dict(weight_decay=weight_decay, always_adapt=True)  # a trust ratio even if the weight decay is 0
+    return Lars([without_decay, weights], lr=0.0, momentum=0.9, trust_coeff=0.001)
 
 
 def main(args, train=None, test=None):
@@ -690,16 +691,16 @@ def convert_split_batchnorm(module, groups):
 # D8 MoCo v1's learning rate from 60% of the epochs. ContrastiveCrop's file: 0. Here: a tenth; from 80%, a hundredth.
 # D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (not in the paper): local crops are queries only, and are blurred
 #    as the query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views
-#    (v3), but not with another local crop, although two of them are a local pair (our reading). The loss is the mean
-#    over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
+#    (v3). Two local crops form a pair that is drawn jointly, but are not compared with each other (our reading). The
+#    loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
 #    `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --joint-pair local` (or global).
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inferred: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our
 # choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw decides for both views
 # (MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there). The second
-# parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. The views,
-# encoder, epochs and learning rate of MoCo v1, and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets), are
-# ContrastiveCrop's.
+# parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. MoCo v1 has
+# the views, encoder, number of epochs and learning rate of ContrastiveCrop, whose alpha for App. G is 0.6 on ImageNet
+# and 0.1 on small datasets.
 # Omitted: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines in JointCrop's
 # docstring; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
 

@@ -121,7 +121,7 @@ def test_the_numbers_of_the_front_page():
     gains = [joint[seed] - moco[seed] for seed in joint]
     assert "was {:.1f} points (JointCrop, 50 epochs; with another seed, {:.1f})".format(*gains) in page
     numbers = *results.small(f"MoCo v2{results.FROM_008}", 50).values(), *joint.values()
-    expected = "it has {:.1f} (one seed), between the {:.1f} and {:.1f} of JointCrop's recipe".format(*numbers)
+    expected = "it reaches {:.1f} (one seed), and JointCrop's recipe {:.1f} and {:.1f} (two seeds)".format(*numbers)
     assert expected in PAGES["tests/results/README.md"]
 
 
