@@ -59,7 +59,6 @@ def parse_args(argv=None):
     add = parser.add_argument_group("loss").add_argument
     add("--num-mix", type=common.positive_int, help="images mixed into one, M (Table 6); 1: no mixing")
     add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch; images mix within each (D7)")
-    add("--mixed-view", type=int, choices=(1, 2), default=1, help="view whose mixed images are the queries (D5)")
     add("--terms", default="oto,mto,mtm", help="terms of the loss (Eq. 16): any of oto,mto,mtm (Table 7)")
     add("--term-weights", type=common.nonnegative_float, nargs=3, default=[1.0] * 3, help="weights of oto,mto,mtm (D1)")
     add("--local-crops", type=common.nonnegative_int, help="local crops per image, as queries of oto and mto (D6)")
@@ -147,7 +146,7 @@ def recipe(args):
     if args.dataset != "patterns":
         values |= ENCODERS.get(arch, {})
     if args.variant == "released":
-        values |= dict(num_mix=2, smoothing=0.1, mixed_view=2)  # M: D2, smoothing: D1, view: D5
+        values |= dict(num_mix=2, smoothing=0.1)  # M: D2, smoothing: D1
         values["term_weights"] = [1.0, 0.5, 0.5 / (args.num_mix or 2)]  # D1: mtm's weights sum to 1
         if arch == "vit_small":
             values["num_heads"] = 12  # D3
@@ -193,7 +192,7 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
     group_size = num_patches // num_mix  # S
     place = permutation.argsort()  # r of Eq. 5: where the shuffle puts each patch
-    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. For remaining patches that is M or more: never mixed.
+    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. The remaining ones get M or more, and are not mixed.
     group_of_patch = (place // group_size).view(rows, columns).to(images.device, non_blocking=True)
     group_of_pixel = group_of_patch.repeat_interleave(patch_size, 0).repeat_interleave(patch_size, 1)
     mixed = images
@@ -473,7 +472,7 @@ def main(args, train=None, test=None):
                 group["lr"] = lr
             optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, now / args.epochs)  # of weights only
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
-            if args.mixed_view == 2:  # as released: view 2 is mixed (D5)
+            if args.variant == "released":  # the mixed queries are of view 2 (D5)
                 views[:2] = views[1], views[0]
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, q, metrics = ddp(views)  # Algorithm 2, lines 5 to 9
@@ -519,7 +518,7 @@ def gather(x):
 # D3 The attention heads of ViT-S. Paper (Table 8): 6. Released, and the paper's Fig. 11: 12.
 # D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the query encoder, in training mode, `--key-encoder
 #    query`; both are then the same encoder. There, queries and keys share a forward pass; here, they have one each.
-# D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
+# D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse.
 # D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px with 0.05 to 0.35 of the area, blurred
 #    with probability 0.5; large ones from 0.35. They add the terms local_oto and local_mto to the loss, with weight 1
 #    whatever --term-weights: the mean over local crops of the sum over the keys of both views.

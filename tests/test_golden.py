@@ -67,7 +67,7 @@ def patchmix_forward(query, key, flags):
     replace_encoders(model, functools.partial(by_view, query), functools.partial(by_view, key))
     values = [(v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1) for v in range(2 + args.local_crops)]
     views = [value.expand(n, 3, args.image_size, args.image_size) for value in values]
-    views[:2] = views[:2] if args.mixed_view == 1 else views[1::-1]
+    views[:2] = views[1::-1] if args.variant == "released" else views[:2]
     loss, *_, metrics = model(views)
     return loss, metrics
 

@@ -135,7 +135,7 @@ def test_recipes(dataset, arch):
     paper["min_lr"] = 1e-6 * 256 / paper["batch_size"]
     lr = dict(vit_tiny=2e-3, vit_small=5e-4, vit_base=7.5e-4)[arch]  # per 256 images
     paper |= dict(weight_decay=[0.02, 0.2] if arch == "vit_tiny" else [0.04, 0.4], lr=lr)
-    released = dict(num_mix=2, smoothing=0.1, term_weights=[1, 0.5, 0.25], mixed_view=2)
+    released = dict(num_mix=2, smoothing=0.1, term_weights=[1, 0.5, 0.25])
     released["key_encoder"] = "query" if arch == "vit_tiny" else "momentum"
     released["num_heads"] = 12 if arch == "vit_small" else None
     for name in (arch, f"{arch.replace('vit', 'deit')}_patch16_224 --patch-size {paper['patch_size']}"):
