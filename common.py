@@ -770,7 +770,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     train_x: (n, d) and train_y: (n,), this process's rows of the training images. test_x: (m, d), the same on every
     process. Features are L2-normalized here; float16 and bfloat16 are converted to float32. k: list of numbers of
     neighbors. If one exceeds the number of training images, all of these vote. Each process finds the nearest of its
-    own rows, among which are the nearest of all.
+    own rows; the nearest of all are among them.
     Copy it with gather_rows, all_gather_object and rank_and_world.
     """
     train_x, test_x = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (train_x, test_x))

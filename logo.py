@@ -532,7 +532,7 @@ def main(args, train=None, test=None):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
             if args.l2l:
                 if args.l2l_weighting == "lambda":  # as in the paper (D1)
-                    loss = loss + args.lam * l_ll  # Eq. 9. If `loss` is the mean (D1), this is five times the weight
+                    loss = loss + args.lam * l_ll  # Eq. 9. A mean of the terms (D1) is a fifth of the paper's loss
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()

@@ -260,9 +260,9 @@ class JointCrop(v2.RandomResizedCrop):
 
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
     these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
-    whole: if no crop fits into the image, take all of it, not a center crop (D2). torchvision draws a new area with
-    each of ten aspect ratios. Here, all ten have the same area, so in images of 640 x 320 px none fits for 40% of the
-    crops (areas from 0.2).
+    whole: if no crop fits into the image, take all of it, not a center crop (D2). If a crop does not fit, torchvision
+    draws another area and aspect ratio, up to ten in all. Here, ten aspect ratios are tried with the same area. In
+    images of 640 x 320 px, none of them fits for 40% of the crops (areas from 0.2).
 
     This does the same without the class, with torchvision.transforms.RandomResizedCrop, and with resized_crop and
     gaussian_blur from torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:
