@@ -676,7 +676,7 @@ def convert_split_batchnorm(module, groups):
 # D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: an image is never its own positive.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors are added. Here: the same, although
 #    Eq. 2 excludes all of these.
-# D3 The sum of Eq. 6. Paper: r is the size of the image's views, r' of the positive's. Here: r is the size of the
+# D3 The sum of Eq. 6. Paper: r is the size of an image's views, r' that of its positive's. Here: r is the size of the
 #    query, r' that of its keys. As in the paper, the terms are summed, four for two sizes, which raises the effective
 #    learning rate: the embeddings' std rises slowly at first, faster with `--warmup 1` (not in the paper). Local crops
 #    add their terms.

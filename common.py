@@ -747,7 +747,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """
     rows = local_rows(torch.arange(len(images))).tolist()
     crop = functools.partial(center_crop, size=info["image_size"], interpolation=info["interpolation"])
-    crops = torch.utils.data.Subset(Views(images, [crop]), rows or [0])  # an empty shard encodes an image for the width
+    crops = torch.utils.data.Subset(Views(images, [crop]), rows or [0])  # without images, one is encoded for the width
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
     features, encoder = None, copy.deepcopy(encoder).eval()
     for i, ((batch,), _) in enumerate(loader):
@@ -1162,7 +1162,7 @@ def parse_args(parser, argv, recipe):
     add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
     add("--norm", choices=NORMS, help="dataset statistics used for normalization")
-    add("--init", type=os.path.abspath, metavar="FILE", help="initial weights of the encoder; pass it again to resume")
+    add("--init", type=os.path.abspath, metavar="FILE", help="initial weights of the encoder; repeat it to resume")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
     add("--out", type=os.path.abspath, metavar="DIR", help="folder, by default in runs/; an existing run is resumed")
     add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")

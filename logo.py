@@ -7,8 +7,8 @@ trained to score two local crops of one image above those of two images, and the
 the scores of its own pairs. By default this file follows the released code, as the paper's Eq. 6 is unbounded (D1).
 
 Inferred: only the paper's supplement and the code for MoCo were available, so all that concerns SimSiam is inferred, or
-from erceguder/LoGo, an unofficial repository. Caution: the affinity can score its training pairs without comparing the
-crops. In our runs it ranked only 60% of pairs correctly if both kinds were in one batch. See the end for both.
+from erceguder/LoGo, an unofficial repository. Caution: the affinity can tell pairs of one image from pairs of two
+without comparing the crops. In our runs it ranked only 60% of pairs correctly if a batch had both (see the end).
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     L_ll          local_dissimilarity
