@@ -119,7 +119,7 @@ class Subset(torch.utils.data.Subset):
 
     def __init__(self, dataset, indices):
         super().__init__(dataset, indices)
-        self.targets, self.classes = labels_of(dataset)[indices], dataset.classes
+        self.targets, self.classes = labels_of(dataset)[indices], getattr(dataset, "classes", ())
 
     @property
     def samples(self):
@@ -129,10 +129,11 @@ class Subset(torch.utils.data.Subset):
 
 def labels_of(dataset):
     """Return the `targets` of a dataset as an array (n,) int64, all -1 if the dataset has no `targets`."""
-    labels = np.asarray(getattr(dataset, "targets", np.full(len(dataset), -1)), np.int64)
-    if labels.shape != (len(dataset),):
-        raise UsageError(f"the targets of {len(dataset)} images have the shape {labels.shape}: expected one per image")
-    return labels
+    targets = np.asarray(getattr(dataset, "targets", np.full(len(dataset), -1)))
+    if targets.shape != (len(dataset),) or targets.dtype.kind not in "biuf" or (targets % 1).any():
+        what = f"the targets of {len(dataset)} images have the shape {targets.shape} and the type {targets.dtype}"
+        raise UsageError(f"{what}: expected one integer per image")
+    return targets.astype(np.int64)
 
 
 def with_labels(dataset):
@@ -289,6 +290,7 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     if train is None:
         train = load_dataset(name, root, True, image_size)
         test = load_dataset(name, root, False, image_size) if test is None else test
+    require_equal("their test images", fingerprint(test or []))
     problem = "there are no test images" if test is None else class_mismatch(train, test)
     if problem:
         log(f"no kNN during training: {problem}")
@@ -859,6 +861,7 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
         train = load_dataset(name, root, True, info["image_size"])
         test = load_dataset(name, root, False, info["image_size"]) if test is None else test
     images = fingerprint(train)
+    require_equal("their images", (images, fingerprint(test or [])))
     if own and images != info["images"]:
         raise UsageError(f"the encoder was trained on other images; to use these, pass --dataset {name} --data-dir DIR")
     if check:
@@ -943,6 +946,12 @@ def all_gather_object(value):
     if dist.is_initialized():
         dist.all_gather_object(values, value)
     return values
+
+
+def require_equal(what, value):
+    """Raise UsageError unless all processes have the same value. what: its name in the message."""
+    if any(other != value for other in all_gather_object(value)):
+        raise UsageError(f"the processes differ in {what}")
 
 
 def local_rows(x):
@@ -1270,9 +1279,8 @@ def open_run(args, train, state, derived, changes=None):
     log_values("derived", derived)
     path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]
     records = [] if path is None else load_run(path, args, config, state)
-    this_process = config, str(args.out), len(records)
-    if any(other != this_process for other in all_gather_object(this_process)):
-        raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
+    what = "flags, images or epoch: --out and --data-dir must be on shared disks"
+    require_equal(what, (config, str(args.out), len(records)))
     if len(records) < args.epochs:
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
         write_file(os.path.join(args.out, "config.json"), lambda file: file.write(text.encode()))

@@ -57,7 +57,7 @@ def main(args, train=None, test=None):
                 x = common.extract_features(encoder.to(device), images, info, device, **options)
                 arrays[f"{part}_features"] = common.gather_rows(x, to_first=True)
                 arrays[f"{part}_labels"] = common.labels_of(images)
-                arrays[f"{part}_classes"] = np.array(getattr(images, "classes", []), str)  # they may differ
+                arrays[f"{part}_classes"] = np.array([*map(str, getattr(images, "classes", []))], str)
             if hasattr(images, "samples"):
                 arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
         common.write_file(args.dump, lambda file: np.savez(file, **arrays))

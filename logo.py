@@ -166,7 +166,7 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     form: "logistic" (released) is the binary cross-entropy of the positive scores plus that of the negative ones, as
     logits, averaged over both orders of a pair. "linear" (paper) is E f(negative) - E f(positive), which is unbounded
     (supplement, Eq. 4). That f is the softplus of the score is inferred.
-    Gradients reach the affinity only. Raises ValueError if shapes or form do not fit, or N is 1.
+    Gradients reach the affinity only. Call it outside autocast. Raises ValueError if N, shapes or form do not fit.
     """
     noise = local1.new_zeros(2, *local1.shape) if noise is None else noise
     if local1.dim() != 2 or len(local1) < 2 or local2.shape != local1.shape or noise.shape != (2, *local1.shape):
@@ -188,7 +188,8 @@ def local_dissimilarity(affinity, local1, local2):
     """Return L_ll, the mean softplus of the scores of two local crops of one image: low if they are dissimilar.
 
     affinity: a module, (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. Gradients reach local1 and
-    local2 only; the affinity's parameters are constants, but in training mode its running statistics change.
+    local2 only; the affinity's parameters are constants, but in training mode its running statistics change. Call it
+    outside autocast.
     """
     constants = {name: p.detach() for name, p in affinity.named_parameters()}
     return F.softplus(torch.func.functional_call(affinity, constants, (local1, local2))).mean()

@@ -158,11 +158,12 @@ def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path, capsy
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     for images in own.values():
         images.targets[1::3] = [-1] * len(images.targets[1::3])
+        images.classes = [("a", "an a"), *CLASSES[1:]]  # as torchvision's ImageNet has them
     assert evaluate(eval_knn, places["VIT"], "--dump", path, **own) == {}
     data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in own for what in ("features", "labels", "classes")}
     assert set(data) == names | {"train_paths", "protocol"}
-    assert data["train_classes"].tolist() == data["test_classes"].tolist() == list(CLASSES)
+    assert data["train_classes"].tolist() == data["test_classes"].tolist() == ["('a', 'an a')", *CLASSES[1:]]
     protocol = json.loads(str(data["protocol"]))
     assert (protocol["dataset"], protocol["images"]) == (None, common.fingerprint(own["train"]))  # not the training's
     assert protocol["image_size"] == load(places["VIT"] / "backbone.pt")["image_size"]

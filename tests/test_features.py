@@ -110,6 +110,23 @@ def test_several_processes_find_what_one_finds(tmp_path):
         torch.testing.assert_close(one, load(tmp_path / "0.pt"), rtol=1e-5, atol=1e-6)
 
 
+def with_other_images():
+    """Try to train and to evaluate with images that the other process does not have."""
+    _, rank, _ = common.init_distributed("cpu")
+    images = common.Patterns(32, 16, seed=0)
+    own, info = common.Subset(images, range(rank, rank + 8)), INFO | dict(encoder="query", arch="a", method="m")
+    for train, test in ((images, own), (own, images), (own, None)):
+        with pytest.raises(common.UsageError, match="processes differ in their images"):
+            common.open_evaluation_data("folder", None, info, False, train, test)
+    with pytest.raises(common.UsageError, match="processes differ in their test images"):
+        common.open_data("folder", train=images, test=own)
+
+
+@pytest.mark.slow
+def test_processes_that_have_other_images(tmp_path):
+    succeed(tmp_path / "log", with_other_images, [()] * 2)
+
+
 def test_embedding_health():
     x = torch.randn(12, 5, generator=generator(9)) * 7
     a = nn.functional.normalize(x.double(), dim=1)
