@@ -130,7 +130,8 @@ class Subset(torch.utils.data.Subset):
 def labels_of(dataset):
     """Return the `targets` of a dataset as an array (n,) int64, all -1 if the dataset has no `targets`."""
     targets = np.asarray(getattr(dataset, "targets", np.full(len(dataset), -1)))
-    if targets.shape != (len(dataset),) or targets.dtype.kind not in "biuf" or (targets % 1).any():
+    are_integers = targets.dtype.kind in "biuf" and (targets == targets.astype(np.int64)).all()
+    if targets.shape != (len(dataset),) or not are_integers:
         what = f"the targets of {len(dataset)} images have the shape {targets.shape} and the type {targets.dtype}"
         raise UsageError(f"{what}: expected one integer per image")
     return targets.astype(np.int64)
@@ -285,7 +286,8 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     """Load the images of a run: (training images, test images for the kNN monitor, or None).
 
     name, root, image_size: see `load_dataset`. train, test: datasets to use instead. If only `train` is given, there
-    are no test images. There is no kNN monitor unless both have labels of the same classes.
+    are no test images. There is no kNN monitor unless both have labels of the same classes. Raises UsageError if the
+    processes have different test images.
     """
     if train is None:
         train = load_dataset(name, root, True, image_size)
@@ -749,7 +751,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """
     rows = local_rows(torch.arange(len(images))).tolist()
     crop = functools.partial(center_crop, size=info["image_size"], interpolation=info["interpolation"])
-    crops = torch.utils.data.Subset(Views(images, [crop]), rows or [0])  # without images, one is encoded for the width
+    crops = torch.utils.data.Subset(Views(images, [crop]), rows or [0])  # without rows, one image gives the width
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
     features, encoder = None, copy.deepcopy(encoder).eval()
     for i, ((batch,), _) in enumerate(loader):
@@ -849,8 +851,8 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
 
     name: see `load_dataset`; if None, the dataset that the encoder was trained on. train, test: datasets to use
     instead. info: see `backbone_info`; returned with the dataset's name, folder and fingerprint. check: require labels
-    of the same classes in both, and drop the images without a label. Raises UsageError if the classes differ, or if
-    `name` is None and the images are not those that the encoder was trained on.
+    of the same classes in both, and drop the images without a label. Raises UsageError if the classes or the
+    processes' images differ, or if `name` is None and the images are not those that the encoder was trained on.
     """
     own = name is None and train is None
     if own:

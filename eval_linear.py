@@ -207,6 +207,8 @@ def open_data(args, info, train=None, test=None):
             common.log(f"test/ is evaluated, not val/: {common.describe(test)}")
         elif labeled.classes:  # ImageNet's test/ has none
             raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct it")
+    if may_choose:
+        common.require_equal("their test images", common.fingerprint(test))  # of test/
     if args.label_files is not None:
         rows = listed_rows([path for path, _ in getattr(train, "samples", ())], args.label_files)
     elif args.label_fraction not in (None, 1):
@@ -494,7 +496,7 @@ def learning_rate(args, now):
     """Return the learning rate `now` epochs after the start, before a group's lr_scale.
 
     It changes every step of a linear warmup, then once per epoch: it is divided by 10 at each milestone or, without
-    milestones, follows a cosine to args.min_lr over all epochs, as in timm, also those of the warmup. PatchMix's: D4.
+    milestones, follows a cosine to args.min_lr over all epochs, the warmup's included, as in timm. PatchMix's: D4.
     """
     if args.protocol == "patchmix" and args.epochs >= 100:  # in fewer epochs it changes every step (D4)
         now = max(0, int(now) - 1)  # timm's scheduler is called after each epoch

@@ -691,16 +691,16 @@ def convert_split_batchnorm(module, groups):
 # D8 MoCo v1's learning rate from 60% of the epochs. ContrastiveCrop's file: 0. Here: a tenth; from 80%, a hundredth.
 # D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (not in the paper): local crops are queries only, and are blurred
 #    as the query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views
-#    (v3). Two local crops form a pair that is drawn jointly, but are not compared with each other (our reading). The
-#    loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
+#    (v3). Two local crops form a pair (`--joint-pair`), but are not compared with each other (our reading). The loss
+#    is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
 #    `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --joint-pair local` (or global).
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inferred: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our
 # choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw decides for both views
 # (MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there). The second
-# parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. MoCo v1 has
-# the views, encoder, number of epochs and learning rate of ContrastiveCrop, whose alpha for App. G is 0.6 on ImageNet
-# and 0.1 on small datasets.
+# parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. On
+# ImageNet, MoCo v1 has ContrastiveCrop's views, encoder, number of epochs and learning rate. App. G's alpha is also
+# ContrastiveCrop's: 0.6 on ImageNet, 0.1 on small datasets.
 # Omitted: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines in JointCrop's
 # docstring; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
 

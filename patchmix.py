@@ -526,8 +526,8 @@ def gather(x):
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
 # D8 The cosine after 10 epochs of warmup. Paper: "the rest 260" of 300 epochs. Released, and here: the other 290.
-# D9 The baseline. Paper: MoCo v3 (Table 3), M = 1 (Table 6) or oto alone (Table 7). Here, in this order: `--num-mix 1
-#    --terms oto,mto`; `--num-mix 1`, where the queries of view 1 count twice; `--terms oto`.
+# D9 The baseline. Paper: MoCo v3 (Tables 2, 3), M = 1 (Table 6) or oto alone (Table 7). Here, in this order:
+#    `--num-mix 1 --terms oto,mto`; `--num-mix 1`, where the queries of view 1 count twice; `--terms oto`.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Omitted: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 

@@ -313,6 +313,7 @@ def test_the_fingerprint_reads_no_images():
     assert len({common.fingerprint(some) for some in images}) == len(images)
     images[0].targets = np.zeros(3)
     assert common.fingerprint(images[0]) == common.fingerprint(Pictures(images[0].array, labels[0]))
-    for images[0].targets in ([0, 1], [0] * 4, [[0], [1], [0]], [0, 0.5, 1], [0, 1, None], ["cat", "dog", "cat"]):
+    wrong = [0, 1], [0] * 4, [[0], [1], [0]], [0, 0.5, 1], np.uint64([0, 1, 2**63]), [0, 1, None], ["cat", "dog", "cat"]
+    for images[0].targets in wrong:
         with pytest.raises(common.UsageError, match="one integer per image"):
             common.fingerprint(images[0])  # every run and every evaluation begins with it
