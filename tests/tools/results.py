@@ -60,6 +60,8 @@ COMPARED = {  # method: (its name and the baseline's in small_encoders.json, the
 SMALL = {  # the rows of the table of small_encoders.json: their names there, and in the table
     f"MoCo v2{OWN}": "MoCo v2, `moco_jointcrop.py --joint none`",
     f"J-Crop(0){OWN}": "J-Crop(0), `moco_jointcrop.py`",
+    f"MoCo v3 on a ResNet{OWN}": "MoCo v3, `moco_jointcrop.py --moco v3 --joint none`",
+    f"J-Crop(0) on MoCo v3{OWN}": "J-Crop(0) on MoCo v3, `moco_jointcrop.py --moco v3`",
     f"JCL{OWN}": "JCL, `jcl.py`",
     f"CLIM{OWN}": "CLIM, `clim.py` (positives from the sixth epoch on)",
     f"MoCo, both views as queries{OWN}": "MoCo, both views as queries, `logo.py --local-crops 0`",
