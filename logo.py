@@ -533,7 +533,7 @@ def main(args, train=None, test=None):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
             if args.l2l:
                 if args.l2l_weighting == "lambda":  # as in the paper (D1)
-                    loss = loss + args.lam * l_ll  # Eq. 9. By a mean (D1), `loss` is about a fifth of the paper's
+                    loss = loss + args.lam * l_ll  # Eq. 9. As a mean (D1), `loss` is about a fifth of the paper's
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()
