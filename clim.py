@@ -53,7 +53,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(os.path.basename(__file__), description=__doc__.splitlines()[0])
 
     add = parser.add_argument_group("loss").add_argument
-    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing (Table 6); each key counts half")
+    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing (Table 6, D9)")
     add("--alpha", type=common.concentration, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
     add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
@@ -145,67 +145,6 @@ def recipe(args):
 # ================================================================ 2. the paper
 
 
-def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
-    """Return the loss of mixed queries (Eq. 4), lam * NCE(q, k_anchor) + (1 - lam) * NCE(q, k_positive).
-
-    NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. With lam = 1 it is MoCo's loss.
-
-    q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
-    the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: a number in [0, 1],
-    the fraction of k_anchor's images in the mix. Gradients reach q, and also keys and queue unless these are detached.
-    Raises ValueError if the shapes do not fit, or if lam is not in [0, 1]. Copy it with info_nce, whose notes on dtypes
-    apply here, too.
-    """
-    if not 0 <= lam <= 1:
-        raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
-    anchor_loss = info_nce(q, k_anchor, queue, temperature)
-    positive_loss = info_nce(q, k_positive, queue, temperature)
-    return lam * anchor_loss + (1 - lam) * positive_loss  # Eq. 4
-
-
-def cutmix(x, partner, lam, generator=None):
-    """Mix two batches of images (Eq. 3): return (mixed images, the fraction of x that is left in them).
-
-    As in the code of CutMix (Yun et al., arXiv 1905.04899), a box is replaced by the partner's in all images of the
-    batch. It has about (1 - lam) of the area, the images' aspect ratio, and a uniformly random center. Its part
-    outside the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
-
-    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: a number in [0, 1], the requested
-    fraction of x. generator: a torch.Generator on the CPU, or None. Raises ValueError if shapes or lam do not fit.
-    """
-    if x.dim() != 4 or partner.shape != x.shape:
-        shapes = f"{tuple(x.shape)} and {tuple(partner.shape)}"
-        raise ValueError(f"cutmix takes x and partner (N, C, H, W) of one shape, not {shapes}")
-    if not 0 <= lam <= 1:
-        raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
-
-    def draw_slice(size):  # the box's rows, or its columns
-        center = int(size * torch.rand((), dtype=torch.float64, generator=generator).item())
-        half = int(size * math.sqrt(1 - lam)) // 2
-        return slice(max(0, center - half), center + half)
-
-    box = (..., *(draw_slice(size) for size in x.shape[2:]))
-    mixed = x.clone()
-    mixed[box] = partner[box]  # Eq. 3: the mask M is 0 in the box
-    return mixed, 1 - x[box].numel() / x.numel()
-
-
-@torch.no_grad()
-def nearest_neighbors(x, k, rows=None):
-    """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
-
-    x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all.
-    """
-    x = x.double() - x[:1].double()  # cdist's |a|^2 - 2ab + |b|^2 is inexact for close rows, in float32 or far from 0
-    rows = torch.arange(len(x), device=x.device) if rows is None else rows
-    neighbors = []
-    for chunk in rows.split(128):  # on ImageNet 1.3 GB of distances
-        distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)  # rounded, so that copies are equally far
-        distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself (D1)
-        neighbors.append(distance.topk(min(k, len(x) - 1), largest=False).indices)
-    return torch.cat(neighbors)
-
-
 @torch.no_grad()
 def kmeans(x, num_clusters, iterations=20, generator=None):
     """Run Lloyd's k-means by L2 distance: return (centers (m, C), assignment (N,) int64 of each row to its center).
@@ -216,7 +155,7 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
     the paper; faiss's is 25. generator: a torch.Generator on the CPU, or None.
     """
     origin, dtype = x[:1].double(), x.dtype
-    x = x.double() - origin  # as in nearest_neighbors
+    x = x.double() - origin  # cdist's |a|^2 - 2ab + |b|^2 is inexact for close rows, in float32 or far from 0
 
     def assign(centers):
         return torch.cat([torch.cdist(rows, centers).argmin(1) for rows in x.split(1024)])
@@ -230,6 +169,22 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
         centers = torch.zeros_like(centers).index_add_(0, assignment, x) / count.clamp_min(1)[:, None]
         centers[empty] = x[farthest]
     return (centers + origin).to(dtype), assign(centers)
+
+
+@torch.no_grad()
+def nearest_neighbors(x, k, rows=None):
+    """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
+
+    x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. Distances below 1e-7 count as equal.
+    """
+    x = x.double() - x[:1].double()  # as in kmeans
+    rows = torch.arange(len(x), device=x.device) if rows is None else rows
+    neighbors = []
+    for chunk in rows.split(128):  # on ImageNet 1.3 GB of distances
+        distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)  # rounded, so that copies are equally far
+        distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself (D1)
+        neighbors.append(distance.topk(min(k, len(x) - 1), largest=False).indices)
+    return torch.cat(neighbors)
 
 
 def preferred_first(neighbors, preferred, count, generator=None):
@@ -278,6 +233,51 @@ def random_members(assignment, count):
         place += candidates[place] >= rows[:, None]  # skips the row itself
         table[rows] = candidates[place]
     return table
+
+
+def cutmix(x, partner, lam, generator=None):
+    """Mix two batches of images (Eq. 3): return (mixed images, the fraction of x that is left in them).
+
+    As in the code of CutMix (Yun et al., arXiv 1905.04899), a box is replaced by the partner's in all images of the
+    batch. It has about (1 - lam) of the area, the images' aspect ratio, and a uniformly random center. Its part
+    outside the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
+
+    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: a number in [0, 1], the requested
+    fraction of x. generator: a torch.Generator on the CPU, or None. Raises ValueError if shapes or lam do not fit.
+    """
+    if x.dim() != 4 or partner.shape != x.shape:
+        shapes = f"{tuple(x.shape)} and {tuple(partner.shape)}"
+        raise ValueError(f"cutmix takes x and partner (N, C, H, W) of one shape, not {shapes}")
+    if not 0 <= lam <= 1:
+        raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
+
+    def draw_slice(size):  # the box's rows, or its columns
+        center = int(size * torch.rand((), dtype=torch.float64, generator=generator).item())
+        half = int(size * math.sqrt(1 - lam)) // 2
+        return slice(max(0, center - half), center + half)
+
+    box = (..., *(draw_slice(size) for size in x.shape[2:]))
+    mixed = x.clone()
+    mixed[box] = partner[box]  # Eq. 3: the mask M is 0 in the box
+    return mixed, 1 - x[box].numel() / x.numel()
+
+
+def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
+    """Return the loss of mixed queries (Eq. 4), lam * NCE(q, k_anchor) + (1 - lam) * NCE(q, k_positive).
+
+    NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. With lam = 1 it is MoCo's loss.
+
+    q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
+    the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: a number in [0, 1],
+    the fraction of k_anchor's images in the mix. Gradients reach q, and also keys and queue unless these are detached.
+    Raises ValueError if the shapes do not fit, or if lam is not in [0, 1]. Copy it with info_nce, whose notes on dtypes
+    apply here, too.
+    """
+    if not 0 <= lam <= 1:
+        raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
+    anchor_loss = info_nce(q, k_anchor, queue, temperature)
+    positive_loss = info_nce(q, k_positive, queue, temperature)
+    return lam * anchor_loss + (1 - lam) * positive_loss  # Eq. 4
 
 
 # ---------------------------------------- InfoNCE with a queue (shared block)
@@ -344,7 +344,7 @@ def mix_queries(query_views, partners, alpha):
 
     query_views: list of (n, 3, H, W). partners: list of the positives' query views. For each view, lambda is drawn from
     Beta(alpha, alpha) (3.2.2), once per batch of a process, as in CutMix's code. Without partners nothing is mixed, and
-    the fractions are 0.5: each of two keys has half the loss (not in the paper). Copy it with cutmix.
+    the fractions are 0.5: each of two keys has half the loss (D9). Copy it with cutmix.
     """
     if not partners:
         return query_views, [0.5] * len(query_views)
@@ -674,22 +674,28 @@ def convert_split_batchnorm(module, groups):
 # ============================== 7. differences between the paper and this file
 
 # D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: an image is never its own positive.
-# D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors are added. Here: the same, although
-#    Eq. 2 excludes all of these.
+# D2 Too few positives. Paper (App. A.2): "we simply select the most nearest samples among the remained top-40 knn
+#    samples". Here: the positives of Eq. 2 are kept, and the nearest of the other neighbors, which Eq. 2 excludes, are
+#    added.
 # D3 The sum of Eq. 6. Paper: r is the size of an image's views, r' that of its positive's. Here: r is the size of the
 #    query, r' that of its keys. As in the paper, the terms are summed, four for two sizes, which raises the effective
-#    learning rate: the embeddings' std rises slowly at first, faster with `--warmup 1` (not in the paper). Local crops
-#    add their terms.
+#    learning rate: the embeddings' std rises slowly at first. In small runs it rose faster with a warmup of 48 steps
+#    (not in the paper; tests/results/README.md). Local crops add their terms.
 # D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have the same view, flipped for the second.
-# D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
-#    query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.
+# D5 Crops of multi-resolution. Paper (sections 1, 3.3): positive pairs have the same content at different sizes, and
+#    the crop ratio is fixed. Here: a view has one crop at all sizes (and one flip, color, blur and mix), but query and
+#    key have different crops, so no term compares one crop at two sizes. With `--same-crop`, the literal reading, a key
+#    has the crop of its query.
 # D6 Multi-crop. Paper (section 4.4): only sizes and areas. Here: local crops are queries, mixed with the positive's.
 # D7 The weight of Eq. 4. Paper: lambda. Here, as in CutMix's code: the fraction of the image that is left in `cutmix`.
-# D8 Color jitter. Paper (App. A.1): brightness, contrast, saturation, no strengths. Here: MoCo v2's, also of the hue.
+# D8 Color jitter. Paper (App. A.1): brightness, contrast, saturation, without values. Here: MoCo v2's, also of the hue.
+# D9 Positives without mixing (Table 6). Paper (section 4.4): "a standard contrastive loss". Here, `--mix none`: the
+#    mean of Eq. 1 with the image's own key and of Eq. 1 with the positive's.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Eq. 5 is not computed: it defines the scale of a crop. Table 6: the other selections are made in the same epochs as
-# CLIM's, and also give ten positives per image (not in the paper). For Tables 6, 8 and 9 pass `--dataset imagenet
-# --image-size 224` and the flag whose help names the table; for Table 7, `--image-size 224 96` or `--local-crops 2`.
+# Eq. 5 is not computed: it defines the scale of a crop (its sigma is a side ratio, elsewhere one of areas). Table 6:
+# the other selections are made in the same epochs as CLIM's and also give ten positives per image, k-means with as many
+# clusters (not in the paper). For Tables 6, 8 and 9 pass `--dataset imagenet --image-size 224` and the flag whose help
+# names the table; for Table 7, `--image-size 224 96` or `--local-crops 2`.
 # Omitted: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
 
 

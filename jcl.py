@@ -12,7 +12,7 @@ image agree. In the bound, lambda is 1; the paper sets it to 4. Gradients reach 
     Eq. 3            JCL.forward, --vanilla   its average over the keys
     Eq. 8-9          jcl_loss                 the bound, which Eq. 4-7 and 10-12 derive, and its mean over the batch
     Algorithm 1      main                     views (line 4), the update of the encoders (12), the queue (13)
-                     JCL.forward              queries, keys and the loss (lines 5 to 10; 7 to 10 are jcl_loss)
+                     JCL.forward              queries, keys, loss (5 to 10, and Eq. 9 in 12; from 7 on in jcl_loss)
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
@@ -98,7 +98,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     cifar10=CIFAR,
     cifar100=CIFAR,
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192),
-    # App. D: a learning rate of 0.1 for 128 images. It gives neither queue nor bn_groups: here they are ImageNet's
+    # App. D: a learning rate of 0.1 for 128 images. The rest, which it does not give, is as on ImageNet
     imagenet100=dict(arch="resnet18", epochs=100, batch_size=128, lr=0.2),
     imagenet={},
     folder=dict(queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth of the images
@@ -217,16 +217,16 @@ class JCL(nn.Module):
         views: this process's query view and M' key views, each (n, 3, H, W), normalized. lam: lambda. n is the batch
         size per process, N the global batch size. Only the loss has a gradient, which reaches the query encoder only.
         """
-        q = self.query(views[0])  # line 5
-        keys = encode_shuffled_keys(self.key, views[1:])  # line 6: (M', N, dim)
+        q = self.query(views[0])  # line 5, f(x)
+        keys = encode_shuffled_keys(self.key, views[1:])  # line 6, g(x): (M', N, dim)
         k = shard(keys, dim=1).transpose(0, 1)  # (n, M', dim)
         with torch.autocast(q.device.type, enabled=False):  # the loss is computed in float32
             if self.vanilla:
                 losses = [info_nce(q, key, self.queue.keys, self.temperature) for key in k.unbind(1)]  # Eq. 2
                 loss = sum(losses) / len(losses)  # Eq. 3
             else:
-                loss = jcl_loss(q, k, self.queue.keys, self.temperature, lam)  # lines 7 to 10
-        mean_keys = keys.mean(0)  # for line 13; not normalized again, so their norm is at most 1
+                loss = jcl_loss(q, k, self.queue.keys, self.temperature, lam)  # lines 7 to 10, Eq. 9
+        mean_keys = keys.mean(0)  # mu of line 7, for line 13; not normalized again, so its norm is at most 1
         metrics = dict(loss=loss.detach(), key_variance=(keys - mean_keys).square().mean())  # mean of Sigma's diagonal
         return loss, mean_keys, q.detach(), metrics
 
@@ -322,8 +322,8 @@ def main(args, train=None, test=None):
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            optimizer.step()  # line 12
-            model.update(args.momentum)
+            optimizer.step()  # line 12: f
+            model.update(args.momentum)  # line 12: g (D5)
             model.queue.enqueue(mean_keys)  # line 13
             meter.update(metrics | dict(grad_norm=grad_norm))
 
@@ -431,12 +431,14 @@ def convert_split_batchnorm(module, groups):
 
 # D1 lambda. Paper: 4.0, constant. Released: a linear ramp over the epochs, up to 2.0.
 # D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
-# D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
+# D3 Batch size on ImageNet-1K (and here on `folder`). Paper: 512. Released: 256, with the same learning rate per image.
 # D4 The queue. Paper (App. C): 256 keys leave as N = 512 enter, so it would grow. Released, and here: N keys leave.
 # D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
 # D6 `--vanilla`. Paper (3.2, App. B): gradients through the branches of all keys; the queue is not given. Here: the
 #    keys are constants, as JCL's are, and their means enter the queue.
-# D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
+# D7 The classes of ImageNet-100, on which Fig. 2 is measured. Paper (App. D): two misprints. Here: corrected.
+# D8 Views. Paper (App. C): as MoCo v2's, but "cropped from the resized images" and flipped last. Here: MoCo v2's random
+#    resized crops, flipped first, which makes no difference.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Omitted: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.
 
