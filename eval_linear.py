@@ -13,7 +13,7 @@ images, not by L-BFGS) and the untrained encoder are evaluated, too.
 
 The papers' own protocols train on random crops of the images, on any number of processes. They evaluate no baselines.
 The same command resumes an interrupted run. The scores are those of the last epoch, not of the best one.
-    --protocol moco              MoCo's. JointCrop's App. F and Table 11 (on MoCo v1)
+    --protocol moco              MoCo's. JointCrop's App. F and Table 11 (on MoCo v1); LoGo's "Linear" (both inferred)
     --protocol jointcrop         MoCo v3's. JointCrop's released code: MoCo v3 on ImageNet-1k
     --protocol jointcrop-small   ContrastiveCrop's. JointCrop on small images
     --protocol jcl               JCL's Table 1, and Fig. 2 with --dataset imagenet100
@@ -622,13 +622,14 @@ def main(args, train=None, test=None):
 
 # D1 Incomplete batches are dropped.
 # D2 Images are resized with the interpolation that the encoder was trained with, and bilinearly for third-party
-#    checkpoints. LoGo's supplement has L-BFGS only. PatchMix's released protocol resizes CIFAR's images to
-#    36 px, crops the center, and reports the best epoch on the test set. Here: neither.
+#    checkpoints. PatchMix's released protocol resizes CIFAR's images to 36 px, crops the center, and reports the best
+#    epoch on the test set. Here: neither.
 # D3 The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32, convolutions in TF32). Linear
 #    classifiers are trained in float32, and by L-BFGS in float64.
 # D4 PatchMix's protocols in fewer than 100 epochs. Released: the learning rate changes once per epoch, an epoch late,
 #    so that two epochs of fine-tuning would never leave the warmup. Here: it changes every step.
 # D5 A warmup takes at most a quarter of the run.
+# D6 CLIM's Table 2 averages five trials. Here: one per --seed, which initializes the classifier and draws the crops.
 
 
 if __name__ == "__main__":

@@ -162,13 +162,13 @@ def recipe(args):
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     """Return (a, b) in [low, high]: s_1, s_2 of Algorithm 1's lower part, which draws their ratio s_r = b / a first.
 
-    x = ln s_r is in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. beta = 0: x is
-    uniform. beta > 0: x is normal with standard deviation s_b / beta, truncated to that interval. beta < 0: x is drawn
-    as for -beta, and mirrored within its half, to s_b - x if x > 0 and to -s_b - x if x < 0. Given x, a is uniform
+    ln s_r is in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. beta = 0: it is uniform.
+    beta > 0: it is normal with standard deviation s_b / beta, truncated to that interval. beta < 0: it is drawn as for
+    -beta, and mirrored within its half: l > 0 becomes s_b - l, and l < 0 becomes -s_b - l. Given s_r, a is uniform
     where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4).
 
-    low, high: s_min, s_max. u, v: floats, uniform draws from [0, 1), of x and of a. beta: a finite number, or None.
-    offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
+    low, high: s_min, s_max. u, v: floats, uniform draws from [0, 1), of ln s_r and of a. beta: a finite number, or
+    None. offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
         raise ValueError(f"joint_from_uniform takes 0 < low <= high, not low {low} and high {high}")
@@ -692,15 +692,16 @@ def convert_split_batchnorm(module, groups):
 # D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (not in the paper): local crops are queries only, and are blurred
 #    as the query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views
 #    (v3). Two local crops form a pair (`--joint-pair`), but are not compared with each other (our reading). The loss
-#    is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
-#    `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --joint-pair local` (or global).
+#    is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's sizes, with the areas of its
+#    example: `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --joint-pair local` (or global).
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inferred: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our
 # choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw decides for both views
-# (MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there). The second
-# parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. On
-# ImageNet, MoCo v1 has ContrastiveCrop's views, encoder, number of epochs and learning rate. App. G's alpha is also
-# ContrastiveCrop's: 0.6 on ImageNet, 0.1 on small datasets.
+# (MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there). With
+# `--joint either`, every image has one of the two, as we read App. F. The second parameter of Algorithm 1's
+# N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. On ImageNet, MoCo v1 has ContrastiveCrop's
+# views, encoder, number of epochs and learning rate. App. G's alpha is also ContrastiveCrop's: 0.6 on ImageNet, 0.1 on
+# small datasets.
 # Omitted: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines in JointCrop's
 # docstring; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
 
