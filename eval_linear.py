@@ -18,7 +18,7 @@ The same command resumes an interrupted run. The scores are those of the last ep
     --protocol jointcrop-small   ContrastiveCrop's. JointCrop on small images
     --protocol jcl               JCL's Table 1, and Fig. 2 with --dataset imagenet100
     --protocol clim              CLIM's Tables 1, 6 to 9 and 11. Table 2: --finetune --protocol clim --label-files LIST
-    --protocol patchmix          PatchMix's Tables 2, 3 and 5 to 7, "Linear". "Finetune" or "Tune": with --finetune
+    --protocol patchmix          PatchMix's Tables 2, 3, 5 to 7, Fig. 5: "Linear". "Finetune", "Tune": with --finetune
 `--solver lbfgs` fits features: LoGo's supplement, Table 5 (Pets, Flowers, Caltech101, Aircraft: --metric per_class).
 `--finetune` trains all layers, by PatchMix's recipe (ViTs) or CLIM's (others). eval_knn.py evaluates its --out, too.
 (D1), (D2), ... are the differences from the papers, listed at the end.

@@ -100,7 +100,7 @@ def parse_args(argv=None):
     if not terms or not set(args.terms.split(",")) <= set(TERMS):
         parser.error("--terms: pass one or more of oto,mto,mtm, with --term-weights above 0")
     if args.local_crops and set(terms) == {"mtm"}:
-        parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
+        parser.error("--local-crops are queries of oto and mto: choose one of these --terms, with a weight above 0")
     common.refuse(parser, args, set(terms) == {"oto"}, ["num_mix", "mix_slices"], "with --terms oto, without mixing")
     common.refuse(parser, args, args.num_mix == 1, ["mix_slices"], "with --num-mix 1, which mixes no images")
     common.refuse(parser, args, "oto" not in terms, ["smoothing"], "without oto in --terms")
@@ -114,11 +114,11 @@ def parse_args(argv=None):
     return args
 
 
-CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, norm; not in the paper: mix_slices, local_size
+CIFAR = dict(  # section 4.1; Table 10: crop_scale; released: min_lr, norm; not in the paper: mix_slices, local_size
     arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, min_lr=5e-7,
     mix_slices=4, crop_scale=[0.1, 1.0], norm="imagenet", local_size=16,
 )  # fmt: skip
-RECIPES = dict(  # what differs from the values for ImageNet: section 4.1.2, Tables 9 and 10; released: min_lr
+RECIPES = dict(  # what differs from the values for ImageNet
     patterns=dict(  # not in the paper: for a laptop, with small heads, few patches, weak views
         arch="vit_micro", image_size=32, patch_size=8, epochs=50, batch_size=64, lr=4e-3, min_lr=4e-6, warmup=1.0,
         weight_decay=[0.02, 0.2], momentum=[0.98, 1.0], num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
@@ -175,7 +175,7 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
 
     The T patches are shuffled by one permutation for all images, and split into M groups of S = floor(T / M). Mixed
     image i takes group m from image (i + m) mod N. Every patch keeps its position. The T mod M remaining patches are
-    those of image i, although its weight in Eq. 13 remains 1/M. With M = 1 the images are unchanged.
+    those of image i (D10), although its weight in Eq. 13 remains 1/M. With M = 1 the images are unchanged.
 
     images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, which divides H and W. permutation: (T,)
     int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; if None, it is drawn.
@@ -206,10 +206,10 @@ def mix_targets(n, num_mix):
     """Return the positives of mixed images: their sources, and the mixed images that share some of them (Eq. 10-12).
 
     n: the number of images that are mixed with each other, N. num_mix: M.
-    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)), on the CPU,
-    weights in float32. The indices, from 0 to n - 1, are rows of these images' keys. Add rank * n if the keys of all
-    processes are gathered. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which sum to M. With
-    fewer than 2M - 1 images a positive can occur twice; its weights then add up.
+    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)), on the CPU:
+    the paper's y and omega, the latter in float32. The indices, from 0 to n - 1, are rows of these images' keys. Add
+    rank * n if the keys of all processes are gathered. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ...,
+    2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up.
     """
     i = torch.arange(n)[:, None]
     mto_index = (i + torch.arange(num_mix)) % n  # Eq. 10; Algorithm 1, line 8
@@ -521,13 +521,18 @@ def gather(x):
 # D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse.
 # D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px with 0.05 to 0.35 of the area, blurred
 #    with probability 0.5; large ones from 0.35. They add the terms local_oto and local_mto to the loss, with weight 1
-#    whatever --term-weights: the mean over local crops of the sum over the keys of both views.
+#    whatever --term-weights above 0: the mean over local crops of the sum over the keys of both views.
 # D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
 # D8 The cosine after 10 epochs of warmup. Paper: "the rest 260" of 300 epochs. Released, and here: the other 290.
-# D9 The baseline. Paper: MoCo v3 (Tables 2, 3), M = 1 (Table 6) or oto alone (Table 7). Here, in this order:
-#    `--num-mix 1 --terms oto,mto`; `--num-mix 1`, where the queries of view 1 count twice; `--terms oto`.
+# D9 The baseline. Paper: MoCo v3 (Tables 2, 3), M = 1 (Tables 5, 6) or oto alone (Table 7). Here, in this order:
+#    `--num-mix 1 --terms oto,mto`; `--num-mix 1`, where the queries of view 1 count twice; `--terms oto`. With
+#    `--key-encoder query`, mtm differs from mto even for M = 1, by the drop path of the keys.
+# D10 The T mod M patches in no group. Paper: Eq. 3 and 6 assume that there are none. With M = 3, it is one of 196 or
+#    256. Released, and here: it is that of image i.
+# D11 Misprints. Paper: the group G_im begins at j = 0 (3.1), but at j = mS in Eq. 6, as here. The positives of "the
+#    second sample" in App. A, (7, 8, 0, 1, 2), are the first one's; Eq. 11 gives (8, 0, 1, 2, 3).
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Omitted: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
