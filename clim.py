@@ -452,7 +452,7 @@ def learning_rate(args, now):
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
-def choose_positives(args, model, images, info, device):
+def choose_positives(args, model, images, info, device, num_clusters):
     """Choose the positives of all images by --selection (Table 6): (N, num_positives) int64, the same on every process.
 
     The embeddings are those of the momentum encoder with its projector, of center crops (not in the paper), computed in
@@ -468,7 +468,7 @@ def choose_positives(args, model, images, info, device):
         rows = common.local_rows(torch.arange(len(x), device=device))
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
     if args.selection in ("kmeans", "center"):
-        centers, assignment = kmeans(x, args.num_clusters or max(1, len(x) // 128))
+        centers, assignment = kmeans(x, num_clusters)
     if args.selection == "center":
         table = select_positives(x, centers, assignment, neighbors, args.num_positives)
     elif args.selection == "knn":
@@ -533,8 +533,8 @@ def main(args, train=None, test=None):
     terms = len(args.image_size) ** 2 + args.local_crops  # of the loss, which is their sum
     derived = dict(negatives=negatives, loss_at_uniform_logits=terms * math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
+    clusters = args.num_clusters or max(1, len(train) // 128)
     if args.selection in ("kmeans", "center"):
-        clusters = args.num_clusters or max(1, len(train) // 128)
         derived |= dict(clusters=clusters)
         if clusters > len(train) / 4:
             common.log(f"warning: {clusters} clusters of {len(train)} images are very small: reduce --num-clusters")
@@ -550,7 +550,7 @@ def main(args, train=None, test=None):
         torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run gets the same seed: hashes of ints are fixed
         is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # none after --resume
         if args.selection != "none" and epoch >= args.clim_start and is_due:
-            positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
+            positives.copy_(choose_positives(args, model, train, info, device, clusters))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, positive_crops) in enumerate(loader):
             now = epoch + step / len(loader)  # in epochs
@@ -679,8 +679,7 @@ def convert_split_batchnorm(module, groups):
 #    added.
 # D3 The sum of Eq. 6. Paper: r is the size of an image's views, r' that of its positive's. Here: r is the size of the
 #    query, r' that of its keys. As in the paper, the terms are summed, four for two sizes, which raises the effective
-#    learning rate: the embeddings' std rises slowly at first. In small runs it rose faster with a warmup of 48 steps
-#    (not in the paper; tests/results/README.md). Local crops add their terms.
+#    learning rate: std rises slowly at first (tests/results/README.md). Local crops add their terms.
 # D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have the same view, flipped for the second.
 # D5 Crops of multi-resolution. Paper (sections 1, 3.3): positive pairs have the same content at different sizes, and
 #    the crop ratio is fixed. Here: a view has one crop at all sizes (and one flip, color, blur and mix), but query and

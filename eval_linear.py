@@ -88,7 +88,7 @@ def recipe(args, info):
     if args.solver == "lbfgs":
         return LBFGS
     values = dict((FINETUNE if args.finetune else LINEAR)[args.protocol])
-    arch = "_".join(re.sub("^deit3?_", "vit_", info["timm_name"]).split("_")[:2])  # vit_tiny, vit_small, resnet50, ...
+    arch = re.sub("^(?:deit3?|vit)_([a-z]+)_.*", r"vit_\1", info["timm_name"])  # vit_tiny, vit_small, resnet50, ...
     if args.protocol == "jcl" and args.dataset == "imagenet100":
         values["lr"] = 10.0  # App. D [P]
     if args.protocol == "jointcrop" and arch.startswith("vit_"):

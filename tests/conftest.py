@@ -159,8 +159,9 @@ def state_of(module, flags="", train=None):
 
 
 @pytest.fixture
-def double():
-    """Use float64 by default, so that a difference is an error and not rounding."""
+def double(monkeypatch):
+    """Use float64 throughout, so that a difference is an error and not rounding."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -22,13 +22,10 @@ class Method:
     augmentation: list
     refused: list  # flags, the last of which has no effect and is rejected
     processes: list  # flags for comparing several processes with one
-    quick_processes: list = field(default_factory=list)  # the same, but also tested without --slow
     forms: list = field(default_factory=list)  # flags that select another recipe or form of the method
     needs: str = ""  # flags without which others have no effect within two steps
     four_views: str = ""  # flags for four views per step, of equal size and area range, with all random operations
     evaluated: str = "query"  # the encoder in backbone.pt
-    interpolation: str = "bilinear"  # how its images are resized
-    not_shuffled: list = field(default_factory=list)  # model classes that do not shuffle keys
 
 
 RECORDS = dict(
@@ -42,15 +39,13 @@ RECORDS = dict(
         processes=["--bn-groups 8 --local-crops 2 --local-size 8",
                    "--moco v3 --hidden 16 --local-crops 2 --local-size 8"],
         forms=["--moco v1", "--moco v3", f"--joint blur {BLUR}", f"--joint either {BLUR}", "--variant released"],
-        four_views="--joint both --crop-scale 0.2 0.8 --blur-p 1 1 --local-crops 2 --local-size 16",
-        not_shuffled=["MoCoV3"]),
+        four_views="--joint both --crop-scale 0.2 0.8 --blur-p 1 1 --local-crops 2 --local-size 16"),
     jcl=Method(
         models={"": ("JCL", dict(queue=8), (VIEWS, 4.0))},
         augmentation=PLAIN,
         refused=["--num-keys 1 --lam 1", "--vanilla --lam 1", "--vanilla --lam-schedule ramp",
                  "--arch vit_micro --bn-groups 4"],
-        processes=["--bn-groups 16 --vanilla"],
-        quick_processes=["--bn-groups 8"],
+        processes=["--bn-groups 8", "--bn-groups 16 --vanilla"],
         forms=["--variant released", "--vanilla"],
         four_views="--num-keys 3"),
     clim=Method(
@@ -59,9 +54,9 @@ RECORDS = dict(
         refused=["--selection none --mix none", "--selection none --num-positives 3", "--mix none --alpha 1",
                  "--selection none --refresh-every 3", "--selection none --clim-start 3", "--local-scale 0.1 0.2",
                  "--selection knn --num-clusters 3", "--selection kmeans --knn-k 3", "--local-size 12"],
-        processes=["--bn-groups 8 --clim-start 0 --num-clusters 4 --selection kmeans --local-crops 2 --local-size 8",
+        processes=["--bn-groups 8 --clim-start 0 --num-clusters 4 --knn-k 8 --image-size 16 12",
+                   "--bn-groups 8 --clim-start 0 --num-clusters 4 --selection kmeans --local-crops 2 --local-size 8",
                    "--bn-groups 8 --clim-start 0 --selection random --mix none"],
-        quick_processes=["--bn-groups 8 --clim-start 0 --num-clusters 4 --knn-k 8 --image-size 16 12"],
         forms=["--selection none", "--selection knn", "--image-size 24 16"],
         needs="--clim-start 0 --num-clusters 4",  # to have positives
         four_views="--selection random --clim-start 0 --refresh-every 1"),
@@ -79,8 +74,7 @@ RECORDS = dict(
                    "--local-size 8 --base simsiam --hidden 16 --lam 0.5"],
         forms=["--base simsiam", "--variant paper", "--affinity-form linear",
                "--base simsiam --local-crops 0 --one-way"],
-        four_views="--local-size 16 --local-scale 0.2 1 --crop-scale 0.2 1",
-        not_shuffled=["SimSiam"]),
+        four_views="--local-size 16 --local-scale 0.2 1 --crop-scale 0.2 1"),
     patchmix=Method(
         models={"": ("PatchMix", dict(hidden=8, patch_size=4), (VIEWS,))},
         augmentation=[("", 0, MOCO_V3, ((0.1, 2.0), 1.0), 0), ("", 1, MOCO_V3, ((0.1, 2.0), 0.1), 0.2),
@@ -88,11 +82,10 @@ RECORDS = dict(
         refused=["--terms oto --num-mix 3", "--terms oto --mix-slices 2", "--terms mto --smoothing 0.1",
                  "--arch resnet_mini --num-heads 4", "--arch resnet_mini --drop-path 0.1",
                  "--key-encoder query --momentum 0.5 1", "--local-size 12", "--local-scale 0.1 0.2"],
-        processes=["--mix-slices 16 --hidden 16 --variant released --image-size 32 --local-crops 2"],
-        quick_processes=["--mix-slices 8 --num-mix 3 --hidden 16"],
+        processes=["--mix-slices 8 --num-mix 3 --hidden 16",
+                   "--mix-slices 16 --hidden 16 --variant released --image-size 32 --local-crops 2"],
         forms=["--variant released", "--terms oto --patch-size 32"],  # unmixed images of one patch
         evaluated="momentum",
-        interpolation="bicubic",
         needs="--patch-size 4",  # to have room for local crops
         four_views="--local-crops 2 --local-size 16 --patch-size 4"),
 )  # fmt: skip

@@ -248,7 +248,7 @@ def test_choose_positives(selection, count, flags, monkeypatch, capsys):
     args = clim.parse_args(f"--image-size 16 --selection {selection} --num-positives {count} {flags}".split())
     images, model, (query, key) = common.Patterns(30, 16, 0), model_of().float(), random_views(2, 8)
     model([query.float()], [1.0], [key.float()])  # updates the running statistics
-    table = clim.choose_positives(args, model, images, INFO, torch.device("cpu"))
+    table = clim.choose_positives(args, model, images, INFO, torch.device("cpu"), args.num_clusters)
     assert model.momentum_backbone.training and table.shape == (30, count)
     labels = torch.as_tensor(images.targets)
     assert f" {100 * (labels[:, None] == labels[table]).double().mean():.1f}% " in capsys.readouterr().out
@@ -269,13 +269,10 @@ def test_choose_positives(selection, count, flags, monkeypatch, capsys):
             assert {*chosen} == dict(random=others, knn={*near}, kmeans=members)[selection]
 
 
-def test_the_clusters_of_a_folder_are_one_per_128_images(monkeypatch):
-    asked, kmeans = [], clim.kmeans
-    monkeypatch.setattr(clim, "kmeans", lambda x, m: asked.append(m) or kmeans(x, m))
-    args = clim.parse_args("--dataset folder --selection kmeans --image-size 16".split())
-    for count in (100, 128, 1300):
-        clim.choose_positives(args, model_of().float(), blank(count, 16), INFO, torch.device("cpu"))
-    assert asked == [1, 1, 10]
+def test_the_clusters_of_a_folder_are_one_per_128_images():
+    flags = "--dataset folder --selection kmeans --arch resnet_micro --image-size 16 --batch-size 64"
+    for count, clusters in ((100, 1), (128, 1), (1300, 10)):
+        assert first_call("common.open_run", clim, flags, blank(count, 16))[3]["clusters"] == clusters
 
 
 def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp_path):

@@ -13,11 +13,7 @@ from torch import nn
 import common
 import logo
 
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch, double):
-    """Use float64 throughout."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def omega(affinity, a, b, noise, form):

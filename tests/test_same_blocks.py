@@ -51,30 +51,22 @@ MODELS = [(method, *model) for method, record in RECORDS.items() for model in re
 
 @pytest.mark.parametrize("method, kind, arguments, given", MODELS)
 def test_a_model_works_alone(method, kind, arguments, given):
-    """It trains in a user's own loop, on plain tensors. Keys or patches are shuffled by torch's global generator."""
-    losses = []
+    """It trains in a user's own loop, on plain tensors."""
     assert not re.search(r"\b(common|args)\.", sections(method))
-    for seed in (3, 3, 4):
-        torch.manual_seed(0)
-        encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8))
-        model = copied(method)[kind](encoder, width=8, dim=8, **arguments)
-        model = copied("jcl")["convert_split_batchnorm"](model, 2)  # so that the shuffle matters
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        torch.manual_seed(seed)
-        for _ in range(2):
-            loss, *keys, q, metrics = model(*given)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if hasattr(model, "update"):
-                model.update(0.9)
-            if hasattr(model, "queue"):
-                model.queue.enqueue(*keys)
-        assert metrics["loss"] == loss and not any(x.requires_grad for x in (*keys, q) if x is not None)
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
-    assert (losses[1] != losses[2]) == (kind not in RECORDS[method].not_shuffled), "see not_shuffled in methods.py"
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8))
+    model = copied(method)[kind](encoder, width=8, dim=8, **arguments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss, *keys, q, metrics = model(*given)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if hasattr(model, "update"):
+            model.update(0.9)
+        if hasattr(model, "queue"):
+            model.queue.enqueue(*keys)
+    assert metrics["loss"] == loss and not any(x.requires_grad for x in (*keys, q) if x is not None)
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("method, kind, arguments, given", MODELS)
