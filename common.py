@@ -665,7 +665,7 @@ def load_backbone(path, encoder=None):
     """
     path = Path(path, "last.pt" if encoder else "backbone.pt") if os.path.isdir(path) else Path(path)
     saved = load_checkpoint(path)
-    info = saved.get("backbone", saved)  # of last.pt, which has both encoders; backbone.pt has one
+    info = saved.get("backbone") or saved  # of last.pt, which has both encoders; backbone.pt has one
     if "timm_name" not in info:
         raise UsageError(f"{path} has no encoder of this project; for third-party weights pass --arch")
     if encoder and "backbone" in saved and info["encoder"] != "fine-tuned":
@@ -704,10 +704,12 @@ def load_weights(encoder, path, prefix=""):
 
     prefix: prefix of the encoder's keys in the state_dict, for example "module.encoder_q." in MoCo's. The position
     embedding of a ViT is resampled. Raises UsageError unless the file has every tensor of the encoder in the same
-    shape, and no other tensors with the prefix except those of heads.
+    shape, all finite, and no other tensors with the prefix except those of heads.
     """
-    found = load_checkpoint(path)
-    found = tensors_by_name(found.get("state_dict", found.get("model", found)))
+    saved = load_checkpoint(path)
+    inner, whole = tensors_by_name(saved.get("state_dict", saved.get("model"))), tensors_by_name(saved)
+    with_prefix = (tensors for tensors in (inner, whole) if any(name.startswith(prefix) for name in tensors))
+    found = next(with_prefix, inner or whole)
     expected = encoder.state_dict()
     weights = {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)}
     weights = {name: x for name, x in weights.items() if name in expected or not name.startswith(HEADS)}
@@ -727,6 +729,8 @@ def load_weights(encoder, path, prefix=""):
         if "size mismatch for conv1.weight" in str(error):
             has += "; ResNets have a 3 x 3 stem for images of up to 64 px (--image-size)"
         raise UsageError(f"{path} with the prefix {prefix!r} does not fit the encoder: {what}; {has}") from error
+    if not all(x.isfinite().all() for x in encoder.state_dict().values()):
+        raise UsageError(f"{path} has weights that are not finite")
 
 
 # ================================================================ 4. evaluation
@@ -746,7 +750,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """Compute the features of this process's images (see `local_rows`): (n, width) float32 on the CPU.
 
     encoder: (N, 3, H, W) -> (N, width). A copy of it is used, in evaluation mode and not compiled. info: see
-    `backbone_info`. batch_size: per process. amp: encode in bf16. Raises ValueError if a feature of any process is not
+    `backbone_info`. batch_size: per process. amp: encode in bf16. Raises UsageError if a feature of any process is not
     finite. `gather_rows` returns those of all images.
     """
     rows = local_rows(torch.arange(len(images))).tolist()
@@ -762,7 +766,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
         features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
         progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
     if not all(all_gather_object(bool(features.isfinite().all()))):
-        raise ValueError("the encoder's features are not all finite")
+        raise UsageError("the encoder's features are not all finite")
     return features[: len(rows)]
 
 
@@ -832,7 +836,7 @@ def open_encoder(args):
     if args.encoder is not None:
         raise UsageError("--encoder is for runs of this project; for third-party weights pass --prefix")
     saved = load_checkpoint(args.checkpoint)
-    if "timm_name" in saved.get("backbone", saved):  # it has its own heads, mean and interpolation
+    if "timm_name" in (saved.get("backbone") or saved):  # it has its own heads, mean and interpolation
         raise UsageError(f"--arch is for third-party files: leave it out for {args.checkpoint}")
     if args.patch_size is not None and not is_vit(args.arch):
         raise UsageError("--patch-size has no effect without a ViT (--arch)")
@@ -1241,20 +1245,20 @@ def write_file(path, write):
         raise UsageError(f"cannot write {path}: {error}") from error
 
 
+RUN_FILES = ("config.json", "metrics.jsonl", "backbone.pt", "epoch-", "last.pt")  # in the order of the first save
+
+
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
     files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
-    names = ("config.json", "backbone.pt", "metrics.jsonl", "last.pt", "epoch-")
-    temporary = [file for file in files if file.startswith(names) and file.endswith(".tmp")]
     if "last.pt" not in files:  # then it may only hold the leftovers of a run that was killed in its first save
         epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
-        others = {*files} - {*names, *temporary, f"epoch-{epochs:04d}.pt"}
-        is_encoder = "backbone.pt" in files and "config.json" not in files
+        temporary = {file for file in files if file.startswith(RUN_FILES) and file.endswith(".tmp")}
+        others = {*files} - {*RUN_FILES, *temporary, f"epoch-{epochs:04d}.pt"}
+        is_encoder = "backbone.pt" in files and "metrics.jsonl" not in files
         lost_its_checkpoint = epochs > 1 and not resume  # a run by --resume begins with several epochs
         if others or is_encoder or lost_its_checkpoint:
             raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
-    for file in temporary:
-        os.unlink(os.path.join(out, file))
     if "last.pt" in files:
         if Path(resume or "").name.startswith("epoch-") and Path(resume).resolve().parent == Path(out).resolve():
             raise UsageError(f"--resume {resume} is in --out, which resumes from last.pt: pass another --out")
@@ -1283,6 +1287,9 @@ def open_run(args, train, state, derived, changes=None):
     records = [] if path is None else load_run(path, args, config, state)
     what = "flags, images or epoch: --out and --data-dir must be on shared disks"
     require_equal(what, (config, str(args.out), len(records)))
+    for file in Path(args.out).glob("*.tmp") if rank == 0 else ():
+        if file.name.startswith(RUN_FILES):  # left by a process that was killed in a save
+            file.unlink()
     if len(records) < args.epochs:
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
         write_file(os.path.join(args.out, "config.json"), lambda file: file.write(text.encode()))
@@ -1330,7 +1337,7 @@ def load_run(path, args, config, state):
 
 
 def save_run(out, config, info, state, records, keep_every=0):
-    """Write backbone.pt, metrics.jsonl and, with all that is needed to resume, last.pt to a run's folder.
+    """Write metrics.jsonl, backbone.pt and, with all that is needed to resume, last.pt to a run's folder.
 
     config: from `open_run`. info: from `backbone_info`, and the encoder that is evaluated, "query" (model.backbone) or
     "momentum" (model.momentum_backbone); None: no backbone.pt. state: see `open_run`. records: a dict per epoch.
@@ -1341,12 +1348,12 @@ def save_run(out, config, info, state, records, keep_every=0):
     if bad := [name for name, x in tensors_by_name(state).items() if not x.isfinite().all()]:
         raise FloatingPointError(f"{bad[0]} is not finite, so nothing was written to {out}: pass a lower --lr")
     last = state | dict(config=config, records=records, processes=rank_and_world()[1])
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    write_file(os.path.join(out, "metrics.jsonl"), lambda file: file.write(lines.encode()))
     if info is not None:
         last["backbone"] = info = {name: config[name] for name in ("method", "dataset", "images")} | info
         backbone = info | dict(state_dict=encoder_weights(state["model"], info["encoder"]))
         write_file(os.path.join(out, "backbone.pt"), lambda file: torch.save(backbone, file))
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_file(os.path.join(out, "metrics.jsonl"), lambda file: file.write(lines.encode()))
     if keep_every and len(records) % keep_every == 0:
         write_file(os.path.join(out, f"epoch-{len(records):04d}.pt"), lambda file: torch.save(last, file))
     write_file(os.path.join(out, "last.pt"), lambda file: torch.save(last, file))

@@ -1,5 +1,6 @@
 """Tests that a mistake gives one line on stderr that names it, and status 2, before anything is trained or written."""
 
+import shutil
 import subprocess
 import sys
 
@@ -32,7 +33,8 @@ MISTAKES = [  # (scripts, flags, what the line must name)
     (METHODS, "--resume notes.txt", "notes.txt"),
     (METHODS, "--show-views views.jpg", "views.jpg"),
     (METHODS, "--out busy", "thesis.txt"),
-    (["jcl"], "--out encoder", "backbone.pt"),  # without config.json it is not a run's
+    (["jcl"], "--out encoder", "backbone.pt"),  # copied from a run
+    (["eval_linear"], "begun --protocol moco --batch-size 16 --out begun", "not the last.pt of a run of linear"),
     (["jcl"], "--out kept", "neither empty"),  # a run of two epochs whose last.pt was deleted
     (["eval_linear"], "begun --protocol moco --batch-size 16 --out kept", "neither empty"),
     (["eval_linear"], "begun --protocol moco --batch-size 16 --out=", "neither empty"),  # from an unset shell variable
@@ -69,12 +71,13 @@ def place(begun, here):
     """Return the working folder. It holds a run, a folder of images, and files and folders that are not valid."""
     for folder in ("busy", "encoder", "kept"):
         (here / folder).mkdir()
-    for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp", "encoder/backbone.pt"):
+    for name in ("notes.txt", "busy/thesis.txt", "busy/draft.tmp", "encoder/backbone.pt", "encoder/config.json"):
         (here / name).write_text("neither a checkpoint nor an image")
     for name in ("config.json", "metrics.jsonl"):
         (here / "kept" / name).write_text("{}\n{}\n")
     write_tree(here / "images", ["train/a"])
-    (here / "begun").symlink_to(begun("jcl"))
+    shutil.copytree(begun("jcl"), here / "begun")
+    (here / "begun" / "last.pt.host.1.tmp").write_text("another process saves")
     return here
 
 

@@ -110,8 +110,20 @@ def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     assert (info["mean"], info["std"]) == common.NORMS["cifar10"]
 
 
+@pytest.mark.parametrize("entry, prefix", [("model_ema", "model_ema."), ("teacher", "teacher."), ("model", "")])
+def test_a_file_of_several_entries(entry, prefix, tmp_path):
+    """An entry that is not the usual one is found by its name. Others may hold no tensors."""
+    encoder, other = make_encoder(**VIT), dict(backbone=None, model="vit_tiny", head={"x": torch.ones(2)})
+    torch.save(other | {entry: encoder.state_dict()}, tmp_path / "file.pth")
+    assert same(read(tmp_path / "file.pth", **VIT, prefix=prefix)[0], encoder, 32)
+    if entry == "model_ema":
+        torch.save(dict(model=make_encoder(**VIT).state_dict(), model_ema=encoder.state_dict()), tmp_path / "file.pth")
+        assert same(read(tmp_path / "file.pth", **VIT, prefix=prefix)[0], encoder, 32)
+
+
 UNFIT = {  # (what is saved of a ResNet's state_dict, how it is read, words of the message)
     "another stem": (lambda state: state | {"conv1.weight": torch.ones(16, 3, 7, 7)}, {}, "3 x 3 stem"),
+    "not a number": (lambda state: state | {"bn1.weight": state["bn1.weight"] * torch.nan}, {}, "not finite"),
     "parts are missing": (lambda state: {"conv1.weight": state["conv1.weight"]}, {}, "Missing key"),
     "no known head": (lambda state: state | {"attn_pool.latent": torch.ones(3)}, {}, "attn_pool.latent"),
     "no patches": (dict, dict(patch_size=8), "--patch-size has no effect"),
