@@ -56,12 +56,12 @@ def parse_args(argv=None):
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing (Table 6, D9)")
     add("--alpha", type=common.concentration, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
-    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, a tenth of the images")
 
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
     add("--selection", choices=ways, default="center", help="how positives are selected (Table 6); none: MoCo v2")
-    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); folder: 1 per 128 images")
+    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); if None, 1 per 128 images")
     add("--knn-k", type=common.positive_int, default=40, help="number of nearest neighbors, k (Table 8)")
     add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
     add("--refresh-every", type=common.positive_int, default=5, help="epochs between selections (App. A.2)")
@@ -691,10 +691,10 @@ def convert_split_batchnorm(module, groups):
 # D9 Positives without mixing (Table 6). Paper (section 4.4): "a standard contrastive loss". Here, `--mix none`: the
 #    mean of Eq. 1 with the image's own key and of Eq. 1 with the positive's.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Eq. 5 is not computed: it defines the scale of a crop (its sigma is a side ratio, elsewhere one of areas). Table 6:
-# the other selections are made in the same epochs as CLIM's and also give ten positives per image, k-means with as many
-# clusters (not in the paper). For Tables 6, 8 and 9 pass `--dataset imagenet --image-size 224` and the flag whose help
-# names the table; for Table 7, `--image-size 224 96` or `--local-crops 2`.
+# Eq. 5 is not computed: it defines the scale of a crop. Its sigma is a ratio of lengths; elsewhere, sigma is a ratio of
+# areas. Table 6 (not in the paper): the other selections are made in the same epochs as CLIM's and also give ten
+# positives per image, and k-means has as many clusters. For Tables 6, 8 and 9 pass `--dataset imagenet --image-size
+# 224` and the flag whose help names the table; for Table 7, `--image-size 224 96` or `--local-crops 2`.
 # Omitted: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
 
 

@@ -858,8 +858,8 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     of the same classes in both, and drop the images without a label. Raises UsageError if the classes or the
     processes' images differ, or if `name` is None and the images are not those that the encoder was trained on.
     """
-    own = name is None and train is None
-    if own:
+    as_trained = name is None and train is None
+    if as_trained:
         if info.get("dataset") is None:
             raise UsageError("the checkpoint does not name its dataset: pass --dataset")
         name, root = info["dataset"], root or info.get("data_dir")
@@ -868,7 +868,7 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
         test = load_dataset(name, root, False, info["image_size"]) if test is None else test
     images = fingerprint(train)
     require_equal("their images", (images, fingerprint(test or [])))
-    if own and images != info["images"]:
+    if as_trained and images != info["images"]:
         raise UsageError(f"the encoder was trained on other images; to use these, pass --dataset {name} --data-dir DIR")
     if check:
         if problem := class_mismatch(train, test or []):
@@ -1177,7 +1177,7 @@ def parse_args(parser, argv, recipe):
     add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
     add("--norm", choices=NORMS, help="dataset statistics used for normalization")
-    add("--init", type=os.path.abspath, metavar="FILE", help="initial weights of the encoder; repeat it to resume")
+    add("--init", type=os.path.abspath, metavar="FILE", help="initial weights of the encoder; pass it again to resume")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
     add("--out", type=os.path.abspath, metavar="DIR", help="folder, by default in runs/; an existing run is resumed")
     add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")

@@ -278,8 +278,8 @@ def scores(logits, labels, num_classes, name="linear"):
 def hold_out(labels, fraction, least=400):
     """Split the rows of labels (n,), on the CPU, at random: [(rows to fit, rows to choose by), ...].
 
-    Each fold holds out a fraction of the rows. Folds are added, as in cross-validation, until `least` rows or all but
-    one per class have been held out. That one is always fitted. If each class has one row, none is held out.
+    Each fold holds out a fraction of the rows. Folds are added, as in cross-validation, until `least` rows have been
+    held out, or all but one row per class, which is always fitted. If each class has one row, none is held out.
     """
     order = torch.randperm(len(labels))
     last_of_class = dict(zip(labels[order].tolist(), order.tolist(), strict=True))  # the row that is always fitted

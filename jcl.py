@@ -12,7 +12,7 @@ image agree. In the bound, lambda is 1; the paper sets it to 4. Gradients reach 
     Eq. 3            JCL.forward, --vanilla   its average over the keys
     Eq. 8-9          jcl_loss                 the bound, which Eq. 4-7 and 10-12 derive, and its mean over the batch
     Algorithm 1      main                     views (line 4), the update of the encoders (12), the queue (13)
-                     JCL.forward              queries, keys, loss (5 to 10, and Eq. 9 in 12; from 7 on in jcl_loss)
+                     JCL.forward              queries and keys (lines 5 and 6), and jcl_loss (lines 7 to 10, and Eq. 9)
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
@@ -56,7 +56,7 @@ def parse_args(argv=None):
     add("--lam-schedule", choices=("constant", "ramp"), default="constant", help="ramp: linear, up to --lam (D1)")
     add("--vanilla", action="store_true", help="minimize the average InfoNCE loss over the keys (Eq. 2-3), not Eq. 8")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau (Fig. 2c)")
-    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")

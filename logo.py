@@ -7,8 +7,8 @@ trained to score two local crops of one image above those of two images, and the
 the scores of its own pairs. By default this file follows the released code, as the paper's Eq. 6 is unbounded (D1).
 
 Inferred: only the paper's supplement and the code for MoCo were available, so all that concerns SimSiam is inferred, or
-from erceguder/LoGo, an unofficial repository. Caution: the affinity can tell pairs of one image from pairs of two
-without comparing the crops. In our runs it ranked only 60% of pairs correctly if a batch had both (see the end).
+from erceguder/LoGo, an unofficial repository. Caution: as trained, the affinity need not compare the
+two crops of a pair. In our runs it ranked only 60% of the pairs correctly in batches of both kinds (see the end).
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     L_ll          local_dissimilarity
@@ -69,7 +69,7 @@ def parse_args(argv=None):
     add("--affinity-lr", type=common.positive_float, help="constant learning rate; if None, 1e-4 "
         "(linear) or the encoder's peak")  # fmt: skip
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
-    add("--queue", type=common.positive_int, default=4096, help="queue length; folder: a tenth of the images")
+    add("--queue", type=common.positive_int, default=4096, help="queue length; if None, a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet34", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -92,7 +92,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", action=common.AreaRange, default=[0.4, 1.0], help="area range of global crops, from r_g (D7)")
+    add("--crop-scale", action=common.AreaRange, default=[0.4, 1.0], help="area range of global crops, [r_g, 1] (D7)")
     add("--local-scale", action=common.AreaRange, default=[0.08, 0.4], help="area range of local crops, up to r_l (D7)")
     add("--blur-p", type=common.fraction, default=0.5, help="probability of blur")
 
@@ -533,7 +533,7 @@ def main(args, train=None, test=None):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
             if args.l2l:
                 if args.l2l_weighting == "lambda":  # as in the paper (D1)
-                    loss = loss + args.lam * l_ll  # Eq. 9. As a mean (D1), `loss` is about a fifth of the paper's
+                    loss = loss + args.lam * l_ll  # Eq. 9. With the mean of D1, L_ll weighs about five times as much
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()
@@ -658,8 +658,8 @@ def convert_split_batchnorm(module, groups):
 # D5 The affinity. Here: one for all processes, which sees the whole batch. Released: each process has its own.
 # D6 Pairs of two images. Here: the batch rolled by one. Released: the batch reversed, so that in an odd batch the
 #    middle image is paired with itself.
-# D7 The smallest area of a local crop. Paper (supplement, Table 8) and here: 0.08. Released: 0.05. In Table 9, r_g is
-#    the largest area of a global crop: `--crop-scale 0.08 R --local-scale 0.08 1`.
+# D7 The smallest area of a local crop. Paper (supplement, Table 8) and here: 0.08. Released: 0.05. Table 9 varies
+#    the largest area of a global crop, also called r_g: `--crop-scale 0.08 R --local-scale 0.08 1`.
 # D8 Keys of local crops, and a clip of the main gradient to 100. Released: both; the keys are unused. Here: neither.
 # D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
 # D10 Color changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter; on CIFAR,

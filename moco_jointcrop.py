@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("loss").add_argument
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (App. D, D9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
-    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -692,8 +692,9 @@ def convert_split_batchnorm(module, groups):
 # D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (not in the paper): local crops are queries only, and are blurred
 #    as the query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views
 #    (v3). Two local crops form a pair (`--joint-pair`), but are not compared with each other (our reading). The loss
-#    is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's sizes, with the areas of its
-#    example: `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --joint-pair local` (or global).
+#    is the mean over all terms, in v3 twice the mean: without local crops, it is a sum of two. For
+#    App. D's sizes, with the areas of its example, pass `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --joint-pair
+#    local` (or global).
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inferred: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our
 # choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw decides for both views
