@@ -693,8 +693,8 @@ def convert_split_batchnorm(module, groups):
 #    as the query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views
 #    (v3). Two local crops form a pair (`--joint-pair`), but are not compared with each other (our reading). The loss
 #    is the mean over all terms, in v3 twice the mean: without local crops, it is a sum of two. For
-#    App. D's sizes, with the areas of its example, pass `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --joint-pair
-#    local` (or global).
+#    App. D's sizes, with the areas of its example, pass `--image-size 160 --crop-scale 0.4 1 --local-crops 4`, and
+#    `--joint-pair local` or global.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inferred: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our
 # choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw decides for both views

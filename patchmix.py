@@ -527,8 +527,8 @@ def gather(x):
 #    the patches (Eq. 2); the paper draws one for the batch.
 # D8 The cosine after 10 epochs of warmup. Paper: "the rest 260" of 300 epochs. Released, and here: the other 290.
 # D9 The baseline. Paper: MoCo v3 (Tables 2, 3). Here: `--num-mix 1 --terms oto,mto`. For M = 1 (Tables 5, 6), pass
-#    `--num-mix 1`: the queries of view 1 count twice (with `--key-encoder query`, mtm differs from mto by the keys' drop
-#    path). For oto alone (Table 7), pass `--terms oto`.
+#    `--num-mix 1`: the queries of view 1 count twice (with `--key-encoder query`, mtm differs from mto by the drop path
+#    of the keys). For oto alone (Table 7), pass `--terms oto`.
 # D10 The T mod M patches in no group. Paper: Eq. 3 and 6 assume that there are none. With M = 3, it is one of 196 or
 #    256. Released, and here: it is that of image i.
 # D11 Misprints. Paper: the group G_im begins at j = 0 (3.1), but at j = mS in Eq. 6, as here. The positives of "the
