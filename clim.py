@@ -456,7 +456,8 @@ def choose_positives(args, model, images, info, device, num_clusters):
     """Choose the positives of all images by --selection (Table 6): (N, num_positives) int64, the same on every process.
 
     The embeddings are those of the momentum encoder with its projector, of center crops (not in the paper), computed in
-    float32. Logs the time and, if all images have labels, how many of the positives have the image's class.
+    float32. num_clusters: of k-means. Logs the time and, if all images have labels, how many of the positives have the
+    image's class.
     """
     began = time.perf_counter()
     assignment = torch.zeros(len(images), dtype=torch.int64, device=device)  # for random: one cluster of all images
@@ -692,9 +693,9 @@ def convert_split_batchnorm(module, groups):
 #    mean of Eq. 1 with the image's own key and of Eq. 1 with the positive's.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Eq. 5 is not computed: it defines the scale of a crop. Its sigma is a ratio of lengths; elsewhere, sigma is a ratio of
-# areas. Table 6 (not in the paper): the other selections are made in the same epochs as CLIM's and also give ten
-# positives per image, and k-means has as many clusters. For Tables 6, 8 and 9 pass `--dataset imagenet --image-size
-# 224` and the flag whose help names the table; for Table 7, `--image-size 224 96` or `--local-crops 2`.
+# areas. Table 6: the other selections are made in the same epochs as CLIM's and also give ten positives per image, and
+# k-means has as many clusters (not in the paper). For Tables 6, 8 and 9 pass `--dataset imagenet --image-size 224` and
+# the flag whose help names the table; for Table 7, `--image-size 224 96` or `--local-crops 2`.
 # Omitted: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
 
 

@@ -1255,7 +1255,7 @@ def find_checkpoint(out, resume):
         epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
         temporary = {file for file in files if file.startswith(RUN_FILES) and file.endswith(".tmp")}
         others = {*files} - {*RUN_FILES, *temporary, f"epoch-{epochs:04d}.pt"}
-        is_encoder = "backbone.pt" in files and "metrics.jsonl" not in files
+        is_encoder = "backbone.pt" in files and not (temporary or {"config.json", "metrics.jsonl"} <= {*files})
         lost_its_checkpoint = epochs > 1 and not resume  # a run by --resume begins with several epochs
         if others or is_encoder or lost_its_checkpoint:
             raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")

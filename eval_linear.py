@@ -114,7 +114,7 @@ def parse_args(argv=None):
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
     add("--label-fraction", type=share, metavar="X", help="balanced fraction of the labels; less if a class is small")
-    add("--label-files", type=os.path.abspath, metavar="FILE", help="list of images to use: names, or paths in train/")
+    add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
     add = parser.add_argument_group("training (defaults: the protocol's, printed at the start)", **unset).add_argument

@@ -98,7 +98,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     cifar10=CIFAR,
     cifar100=CIFAR,
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192),
-    # App. D: a learning rate of 0.1 for 128 images. The rest, which it does not give, is as on ImageNet
+    # App. D: a learning rate of 0.1 for 128 images. Queue and bn_groups, which it does not give, are ImageNet's
     imagenet100=dict(arch="resnet18", epochs=100, batch_size=128, lr=0.2),
     imagenet={},
     folder=dict(queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth of the images
@@ -438,7 +438,7 @@ def convert_split_batchnorm(module, groups):
 #    keys are constants, as JCL's are, and their means enter the queue.
 # D7 The classes of ImageNet-100, on which Fig. 2 is measured. Paper (App. D): two misprints. Here: corrected.
 # D8 Views. Paper (App. C): as MoCo v2's, but "cropped from the resized images" and flipped last. Here: MoCo v2's random
-#    resized crops, flipped first, which makes no difference.
+#    resized crops. They are flipped first; this order makes no difference.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Omitted: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.
 

@@ -120,7 +120,7 @@ def parse_args(argv=None):
 CIFAR = dict(  # supplement, section 1; released: no blur; not in the paper: patch_size
     arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=[0.08, 0.6], blur_p=0.0,
 )  # fmt: skip
-RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100. The supplement gives only encoders and crops
+RECIPES = dict(  # what differs from MoCo on ImageNet-100. The supplement gives encoders, crops and (there) the epochs
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.12, queue=128,
         blur_p=0.1, bn_groups=2, momentum=0.95, warmup=5.0, milestones=[], temperature=0.2,
@@ -659,7 +659,7 @@ def convert_split_batchnorm(module, groups):
 # D6 Pairs of two images. Here: the batch rolled by one. Released: the batch reversed, so that in an odd batch the
 #    middle image is paired with itself.
 # D7 The smallest area of a local crop. Paper (supplement, Table 8) and here: 0.08. Released: 0.05. Table 9 varies
-#    the largest area of a global crop, also called r_g: `--crop-scale 0.08 R --local-scale 0.08 1`.
+#    the largest area of a global crop, also called r_g: `--crop-scale 0.08 r_g --local-scale 0.08 1`.
 # D8 Keys of local crops, and a clip of the main gradient to 100. Released: both; the keys are unused. Here: neither.
 # D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
 # D10 Color changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter; on CIFAR,
@@ -676,7 +676,7 @@ def convert_split_batchnorm(module, groups):
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inferred: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as erceguder/LoGo quotes it. lambda
 # on MoCo is inferred, too. The supplement's step from Eq. 2 to Eq. 3 reverses Jensen's inequality, so its Eq. 4 is no
-# bound of the mutual information.
+# lower bound of the mutual information.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise (not with `--variant paper`). So it can tell them apart by batch statistics or
 # noise, without comparing the crops. In our runs (tests/results) it ranks all pairs of such batches correctly, but in

@@ -164,8 +164,8 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
 
     ln s_r is in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. beta = 0: it is uniform.
     beta > 0: it is normal with standard deviation s_b / beta, truncated to that interval. beta < 0: it is drawn as for
-    -beta, and mirrored within its half: l > 0 becomes s_b - l, and l < 0 becomes -s_b - l. Given s_r, a is uniform
-    where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4).
+    -beta, and mirrored within its half: a positive ln s_r becomes s_b - ln s_r, a negative one -s_b - ln s_r. Given
+    s_r, a is uniform where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4).
 
     low, high: s_min, s_max. u, v: floats, uniform draws from [0, 1), of ln s_r and of a. beta: a finite number, or
     None. offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.

@@ -207,7 +207,7 @@ def mix_targets(n, num_mix):
 
     n: the number of images that are mixed with each other, N. num_mix: M.
     Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)), on the CPU:
-    the paper's y and omega, the latter in float32. The indices, from 0 to n - 1, are rows of these images' keys. Add
+    the paper's y, and their weights in float32. The indices, from 0 to n - 1, are rows of these images' keys. Add
     rank * n if the keys of all processes are gathered. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ...,
     2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up.
     """
@@ -529,8 +529,8 @@ def gather(x):
 # D9 The baseline. Paper: MoCo v3 (Tables 2, 3). Here: `--num-mix 1 --terms oto,mto`. For M = 1 (Tables 5, 6), pass
 #    `--num-mix 1`: the queries of view 1 count twice (with `--key-encoder query`, mtm differs from mto by the drop path
 #    of the keys). For oto alone (Table 7), pass `--terms oto`.
-# D10 The T mod M patches in no group. Paper: Eq. 3 and 6 assume that there are none. With M = 3, it is one of 196 or
-#    256. Released, and here: it is that of image i.
+# D10 The T mod M patches in no group. Paper: Eq. 3 and 6 assume that there are none. With M = 3, one patch of 196
+#    or 256 remains. Released, and here: it is taken from image i.
 # D11 Misprints. Paper: the group G_im begins at j = 0 (3.1), but at j = mS in Eq. 6, as here. The positives of "the
 #    second sample" in App. A, (7, 8, 0, 1, 2), are the first one's; Eq. 11 gives (8, 0, 1, 2, 3).
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.

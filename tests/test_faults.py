@@ -28,7 +28,7 @@ def assert_ends_alike(method, begun, out):
     assert_same_run(straight, out)
 
 
-@pytest.mark.parametrize("moment, error", [("save 5", OSError), ("save 8", RuntimeError), SLOW])
+@pytest.mark.parametrize("moment, error", [("save 7", OSError), ("save 8", RuntimeError), SLOW])
 def test_a_write_that_fails_is_one_line_and_costs_an_epoch(begun, tmp_path, capsys, moment, error):
     """A write fails midway (where torch raises), at its flush or its rename. The run then resumes from last.pt."""
     out = shutil.copytree(begun("jcl"), tmp_path / "run")

@@ -46,6 +46,7 @@ def test_a_runs_folder(line, tmp_path, capsys):
     assert evaluate(eval_knn, tmp_path, "--k", 20)["encoder"]["knn20_top1"] == found[-1]["knn20_top1"]
     saved, encoder = load(tmp_path / "backbone.pt"), "query" if flags else RECORDS[method].evaluated
     assert (saved["stem"], saved["method"], saved["encoder"]) == ("timm", method, encoder)
+    assert saved["interpolation"] == ("bicubic" if method == "patchmix" else "bilinear")
     for path, asked in (tmp_path, None), (tmp_path / "last.pt", None), (tmp_path / "last.pt", "query"):  # it has both
         network, info = common.load_backbone(path, asked)
         assert info["encoder"] == (asked or encoder) and not network.training
