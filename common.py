@@ -1287,9 +1287,10 @@ def open_run(args, train, state, derived, changes=None):
     records = [] if path is None else load_run(path, args, config, state)
     what = "flags, images or epoch: --out and --data-dir must be on shared disks"
     require_equal(what, (config, str(args.out), len(records)))
-    for file in Path(args.out).glob("*.tmp") if rank == 0 else ():
-        if file.name.startswith(RUN_FILES):  # left by a process that was killed in a save
-            file.unlink()
+    if rank == 0:
+        for file in Path(args.out).glob("*.tmp"):
+            if file.name.startswith(RUN_FILES):  # left by a process that was killed in a save
+                file.unlink()
     if len(records) < args.epochs:
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
         write_file(os.path.join(args.out, "config.json"), lambda file: file.write(text.encode()))

@@ -7,8 +7,8 @@ trained to score two local crops of one image above those of two images, and the
 the scores of its own pairs. By default this file follows the released code, as the paper's Eq. 6 is unbounded (D1).
 
 Inferred: only the paper's supplement and the code for MoCo were available, so all that concerns SimSiam is inferred, or
-from erceguder/LoGo, an unofficial repository. Caution: as trained, the affinity need not compare the
-two crops of a pair. In our runs it ranked only 60% of the pairs correctly in batches of both kinds (see the end).
+from erceguder/LoGo, an unofficial repository. Caution: as trained, the affinity need not compare the two crops of a
+pair. In our runs, it ranked only 60% correctly in batches with pairs of one image and pairs of two (see the end).
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     L_ll          local_dissimilarity
@@ -120,7 +120,8 @@ def parse_args(argv=None):
 CIFAR = dict(  # supplement, section 1; released: no blur; not in the paper: patch_size
     arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=[0.08, 0.6], blur_p=0.0,
 )  # fmt: skip
-RECIPES = dict(  # what differs from MoCo on ImageNet-100. The supplement gives encoders, crops and (there) the epochs
+# The supplement gives the encoders, the crops and, for ImageNet-100, the number of epochs
+RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.12, queue=128,
         blur_p=0.1, bn_groups=2, momentum=0.95, warmup=5.0, milestones=[], temperature=0.2,

@@ -207,7 +207,7 @@ def mix_targets(n, num_mix):
 
     n: the number of images that are mixed with each other, N. num_mix: M.
     Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)), on the CPU:
-    the paper's y, and their weights in float32. The indices, from 0 to n - 1, are rows of these images' keys. Add
+    the paper's y, and weights in float32. The indices, from 0 to n - 1, are rows of these images' keys. Add
     rank * n if the keys of all processes are gathered. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ...,
     2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up.
     """
