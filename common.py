@@ -1251,18 +1251,18 @@ RUN_FILES = ("config.json", "metrics.jsonl", "backbone.pt", "epoch-", "last.pt")
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
     files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
-    if "last.pt" not in files:  # then it may only hold the leftovers of a run that was killed in its first save
-        epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
-        temporary = {file for file in files if file.startswith(RUN_FILES) and file.endswith(".tmp")}
-        others = {*files} - {*RUN_FILES, *temporary, f"epoch-{epochs:04d}.pt"}
-        is_encoder = "backbone.pt" in files and not (temporary or {"config.json", "metrics.jsonl"} <= {*files})
-        lost_its_checkpoint = epochs > 1 and not resume  # a run by --resume begins with several epochs
-        if others or is_encoder or lost_its_checkpoint:
-            raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
     if "last.pt" in files:
         if Path(resume or "").name.startswith("epoch-") and Path(resume).resolve().parent == Path(out).resolve():
             raise UsageError(f"--resume {resume} is in --out, which resumes from last.pt: pass another --out")
         return os.path.join(out, "last.pt")
+    # Otherwise, the folder may only hold what is left of a run that was killed in its first save
+    temporary = {file for file in files if file.startswith(RUN_FILES) and file.endswith(".tmp")}
+    epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
+    others = {*files} - {*RUN_FILES, *temporary, f"epoch-{epochs:04d}.pt"}
+    is_encoder = "backbone.pt" in files and not (temporary or {"config.json", "metrics.jsonl"} <= {*files})
+    lost_its_checkpoint = epochs > 1 and not resume  # a run by --resume begins with several epochs
+    if others or is_encoder or lost_its_checkpoint:
+        raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
     return os.path.join(resume, "last.pt") if resume and os.path.isdir(resume) else resume
 
 
