@@ -103,7 +103,7 @@ def recipe(args, info):
 
 
 def parse_args(argv=None):
-    """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
+    """Parse the command line. Hyper-parameters that it does not set are absent, and `complete_args` adds them."""
     parser = argparse.ArgumentParser("eval_linear.py", description="Evaluate by linear probing or fine-tuning")
     common.add_evaluation_arguments(parser)
     share = common.bounded("a positive number, at most 1", float, lambda x: 0 < x <= 1)
@@ -157,7 +157,7 @@ def parse_args(argv=None):
     return args
 
 
-def complete(args, info):
+def complete_args(args, info):
     """Return a copy of args with the protocol, the dataset, the recipe's values for what is not set, and an --out."""
     from_command_line = vars(args)
     args = argparse.Namespace(**from_command_line)  # a copy, which is completed
@@ -165,7 +165,7 @@ def complete(args, info):
         tuning = "patchmix" if common.is_vit(info["timm_name"]) else "clim"
         args.protocol = tuning if args.finetune else "probe"
     args.method = "finetune" if args.finetune else "linear"
-    args.dataset, args.data_dir = info["dataset"], info["data_dir"]  # those that `open_data` has loaded
+    args.dataset, args.data_dir = info["dataset"], info["data_dir"]  # those that `open_labeled_data` has loaded
     values = recipe(args, info)
     args = argparse.Namespace(**values | vars(args))
     if args.protocol == "probe":
@@ -190,7 +190,7 @@ def complete(args, info):
 # ========================================================== 2. data and labels
 
 
-def open_data(args, info, train=None, test=None):
+def open_labeled_data(args, info, train=None, test=None):
     """Load the images: (training images, those that choose the strength for L-BFGS or None, test images, info).
 
     train, test: a caller's own datasets, which are used instead. If the folder has val/ and a test/ with classes,
@@ -608,8 +608,8 @@ def main(args, train=None, test=None):
         gpus = [device] if device.type == "cuda" else []
         with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.random.fork_rng(gpus):
             encoder, info = common.open_encoder(args)
-            train, val, test, info = open_data(args, info, train, test)
-            args = complete(args, info)
+            train, val, test, info = open_labeled_data(args, info, train, test)
+            args = complete_args(args, info)
             if args.protocol == "probe":
                 return evaluate_features(args, device, encoder, info, train, val, test)
             return train_protocol(args, device, encoder, info, train, test)

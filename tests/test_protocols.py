@@ -34,7 +34,7 @@ FAST = ["--batch-size", "16", "--epochs", "3"]  # two steps per epoch of 42 imag
 def completed(places, *flags, encoder="VIT", **changed):
     args = eval_linear.parse_args([str(places[encoder]), *map(str, flags)])
     info = common.load_backbone(places[encoder])[1]
-    return eval_linear.complete(args, info | dict(dataset=args.dataset or info["dataset"]) | changed)
+    return eval_linear.complete_args(args, info | dict(dataset=args.dataset or info["dataset"]) | changed)
 
 
 SGD = dict(optimizer="sgd", weight_decay=0, crop_scale=[0.08, 1], pad=0, randaug=0, erase=0, mixup=0, smoothing=0)
@@ -136,7 +136,7 @@ def test_what_differs_has_a_folder_of_its_own(places):
     lines = [[vit, *words.split()] for words in flags]
     lines += [[vit / f"{name}.pt"] for name in ("epoch-0001", "epoch-0002", "last")]
     each = [eval_linear.parse_args([*map(str, line), "--protocol", "moco"]) for line in lines]
-    *outs, last = [eval_linear.complete(a, info | dict(dataset=a.dataset or info["dataset"])).out for a in each]
+    *outs, last = [eval_linear.complete_args(a, info | dict(dataset=a.dataset or info["dataset"])).out for a in each]
     assert last == outs[0] and len({*outs}) == len(outs)
 
 
@@ -296,13 +296,13 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     data, info = shutil.copytree(places["DATA"], tmp_path / "data"), common.load_backbone(places["VIT"])[1]
     args = eval_linear.parse_args([*map(str, flags), "--dataset", "folder", "--data-dir", str(data)])
     everything = eval_linear.parse_args([*map(str, flags), "--label-fraction", "1"])
-    assert eval_linear.open_data(everything, info)[1] is not None  # val/ chooses, as without the flag
+    assert eval_linear.open_labeled_data(everything, info)[1] is not None  # val/ chooses, as without the flag
     (data / "test" / "a").rename(tmp_path / "a")
-    assert "classes of test/" in refused(capsys, eval_linear.open_data, args, info)
+    assert "classes of test/" in refused(capsys, eval_linear.open_labeled_data, args, info)
     for test in (tmp_path / "a", data / "val"):  # images without classes, as in ImageNet; then no val/
         shutil.rmtree(data / "test")
         test.rename(data / "test")
-        assert eval_linear.open_data(args, info)[1] is None
+        assert eval_linear.open_labeled_data(args, info)[1] is None
 
 
 @pytest.fixture(scope="module")
