@@ -145,6 +145,51 @@ def recipe(args):
 # ================================================================ 2. the paper
 
 
+def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
+    """Return the loss of mixed queries (Eq. 4), lam * NCE(q, k_anchor) + (1 - lam) * NCE(q, k_positive).
+
+    NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. With lam = 1 it is MoCo's loss.
+
+    q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
+    the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: a number in [0, 1],
+    the fraction of k_anchor's images in the mix. Gradients reach q, and also keys and queue unless these are detached.
+    Raises ValueError if the shapes do not fit, or if lam is not in [0, 1]. Copy it with info_nce, whose notes on dtypes
+    apply here, too.
+    """
+    if not 0 <= lam <= 1:
+        raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
+    anchor_loss = info_nce(q, k_anchor, queue, temperature)
+    positive_loss = info_nce(q, k_positive, queue, temperature)
+    return lam * anchor_loss + (1 - lam) * positive_loss  # Eq. 4
+
+
+def cutmix(x, partner, lam, generator=None):
+    """Mix two batches of images (Eq. 3): return (mixed images, the fraction of x that is left in them).
+
+    As in the code of CutMix (Yun et al., arXiv 1905.04899), a box is replaced by the partner's in all images of the
+    batch. It has about (1 - lam) of the area, the images' aspect ratio, and a uniformly random center. Its part
+    outside the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
+
+    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: a number in [0, 1], the requested
+    fraction of x. generator: a torch.Generator on the CPU, or None. Raises ValueError if shapes or lam do not fit.
+    """
+    if x.dim() != 4 or partner.shape != x.shape:
+        shapes = f"{tuple(x.shape)} and {tuple(partner.shape)}"
+        raise ValueError(f"cutmix takes x and partner (N, C, H, W) of one shape, not {shapes}")
+    if not 0 <= lam <= 1:
+        raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
+
+    def draw_slice(size):  # the box's rows, or its columns
+        center = int(size * torch.rand((), dtype=torch.float64, generator=generator).item())
+        half = int(size * math.sqrt(1 - lam)) // 2
+        return slice(max(0, center - half), center + half)
+
+    box = (..., *(draw_slice(size) for size in x.shape[2:]))
+    mixed = x.clone()
+    mixed[box] = partner[box]  # Eq. 3: the mask M is 0 in the box
+    return mixed, 1 - x[box].numel() / x.numel()
+
+
 @torch.no_grad()
 def kmeans(x, num_clusters, iterations=20, generator=None):
     """Run Lloyd's k-means by L2 distance: return (centers (m, C), assignment (N,) int64 of each row to its center).
@@ -233,51 +278,6 @@ def random_members(assignment, count):
         place += candidates[place] >= rows[:, None]  # skips the row itself
         table[rows] = candidates[place]
     return table
-
-
-def cutmix(x, partner, lam, generator=None):
-    """Mix two batches of images (Eq. 3): return (mixed images, the fraction of x that is left in them).
-
-    As in the code of CutMix (Yun et al., arXiv 1905.04899), a box is replaced by the partner's in all images of the
-    batch. It has about (1 - lam) of the area, the images' aspect ratio, and a uniformly random center. Its part
-    outside the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
-
-    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: a number in [0, 1], the requested
-    fraction of x. generator: a torch.Generator on the CPU, or None. Raises ValueError if shapes or lam do not fit.
-    """
-    if x.dim() != 4 or partner.shape != x.shape:
-        shapes = f"{tuple(x.shape)} and {tuple(partner.shape)}"
-        raise ValueError(f"cutmix takes x and partner (N, C, H, W) of one shape, not {shapes}")
-    if not 0 <= lam <= 1:
-        raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
-
-    def draw_slice(size):  # the box's rows, or its columns
-        center = int(size * torch.rand((), dtype=torch.float64, generator=generator).item())
-        half = int(size * math.sqrt(1 - lam)) // 2
-        return slice(max(0, center - half), center + half)
-
-    box = (..., *(draw_slice(size) for size in x.shape[2:]))
-    mixed = x.clone()
-    mixed[box] = partner[box]  # Eq. 3: the mask M is 0 in the box
-    return mixed, 1 - x[box].numel() / x.numel()
-
-
-def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
-    """Return the loss of mixed queries (Eq. 4), lam * NCE(q, k_anchor) + (1 - lam) * NCE(q, k_positive).
-
-    NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. With lam = 1 it is MoCo's loss.
-
-    q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
-    the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: a number in [0, 1],
-    the fraction of k_anchor's images in the mix. Gradients reach q, and also keys and queue unless these are detached.
-    Raises ValueError if the shapes do not fit, or if lam is not in [0, 1]. Copy it with info_nce, whose notes on dtypes
-    apply here, too.
-    """
-    if not 0 <= lam <= 1:
-        raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
-    anchor_loss = info_nce(q, k_anchor, queue, temperature)
-    positive_loss = info_nce(q, k_positive, queue, temperature)
-    return lam * anchor_loss + (1 - lam) * positive_loss  # Eq. 4
 
 
 # ---------------------------------------- InfoNCE with a queue (shared block)
