@@ -56,7 +56,7 @@ def parse_args(argv=None):
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: no mixing (Table 6, D9)")
     add("--alpha", type=common.concentration, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
-    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, a tenth of the images")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
 
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")

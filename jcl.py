@@ -56,7 +56,7 @@ def parse_args(argv=None):
     add("--lam-schedule", choices=("constant", "ramp"), default="constant", help="ramp: linear, up to --lam (D1)")
     add("--vanilla", action="store_true", help="minimize the average InfoNCE loss over the keys (Eq. 2-3), not Eq. 8")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau (Fig. 2c)")
-    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, a tenth of the images")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")

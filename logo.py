@@ -69,7 +69,7 @@ def parse_args(argv=None):
     add("--affinity-lr", type=common.positive_float, help="constant learning rate; if None, 1e-4 "
         "(linear) or the encoder's peak")  # fmt: skip
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
-    add("--queue", type=common.positive_int, default=4096, help="queue length; if None, a tenth of the images")
+    add("--queue", type=common.positive_int, default=4096, help="queue length; folder: a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet34", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")

@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("loss").add_argument
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (App. D, D9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
-    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, a tenth of the images")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
