@@ -1227,11 +1227,14 @@ def run_folder(words):
 # ====================================================================== 8. runs
 
 
+TEMPORARY = ".being-written-"  # how the names of temporary files begin; those of killed processes are removed
+
+
 def write_file(path, write):
     """Write a file atomically on the first process, by write(file). A UsageError leaves the old file as it was."""
     if rank_and_world()[0] > 0:
         return
-    temporary = Path(f"{path}.{socket.gethostname()}.{os.getpid()}.tmp")
+    temporary = Path(path).with_name(f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{Path(path).name}")
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
@@ -1245,9 +1248,6 @@ def write_file(path, write):
         raise UsageError(f"cannot write {path}: {error}") from error
 
 
-RUN_FILES = ("config.json", "metrics.jsonl", "backbone.pt", "epoch-", "last.pt")  # in the order of the first save
-
-
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
     files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
@@ -1255,13 +1255,7 @@ def find_checkpoint(out, resume):
         if Path(resume or "").name.startswith("epoch-") and Path(resume).resolve().parent == Path(out).resolve():
             raise UsageError(f"--resume {resume} is in --out, which resumes from last.pt: pass another --out")
         return os.path.join(out, "last.pt")
-    # Otherwise, the folder may only hold what is left of a run that was killed in its first save
-    temporary = {file for file in files if file.startswith(RUN_FILES) and file.endswith(".tmp")}
-    epochs = Path(out, "metrics.jsonl").read_bytes().count(b"\n") if "metrics.jsonl" in files else 0
-    others = {*files} - {*RUN_FILES, *temporary, f"epoch-{epochs:04d}.pt"}
-    is_encoder = "backbone.pt" in files and not (temporary or {"config.json", "metrics.jsonl"} <= {*files})
-    lost_its_checkpoint = epochs > 1 and not resume  # a run by --resume begins with several epochs
-    if others or is_encoder or lost_its_checkpoint:
+    if {*files} - {"config.json"}:  # left by a run that was killed before its first save
         raise UsageError(f"--out {out} is neither empty nor a run: {', '.join(files[:3])}")
     return os.path.join(resume, "last.pt") if resume and os.path.isdir(resume) else resume
 
@@ -1284,13 +1278,15 @@ def open_run(args, train, state, derived, changes=None):
     log_values("values", config)
     log_values("derived", derived)
     path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]
-    records = [] if path is None else load_run(path, args, config, state)
+    saved = {} if path is None else load_run(path, args, config, state)
+    records = saved.get("records", [])
     what = "flags, images or epoch: --out and --data-dir must be on shared disks"
     require_equal(what, (config, str(args.out), len(records)))
     if rank == 0:
-        for file in Path(args.out).glob("*.tmp"):
-            if file.name.startswith(RUN_FILES):  # left by a process that was killed in a save
-                file.unlink()
+        for file in Path(args.out).glob(f"{TEMPORARY}*"):
+            file.unlink()
+    if path == os.path.join(args.out, "last.pt"):
+        export_run(args.out, saved, vars(args).get("keep_every"))  # in case the last save was interrupted
     if len(records) < args.epochs:
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
         write_file(os.path.join(args.out, "config.json"), lambda file: file.write(text.encode()))
@@ -1304,7 +1300,7 @@ def saved_data_dir(folder):
 
 
 def load_run(path, args, config, state):
-    """Load a run's last.pt into `state`, in place, and return its records. For the parameters see `open_run`."""
+    """Load a run's last.pt into `state`, in place, and return what it holds. For the parameters see `open_run`."""
     saved = load_checkpoint(path)
     old, records = saved.get("config", {}), saved.get("records", [])
     if old.get("method") != config["method"]:
@@ -1334,11 +1330,11 @@ def load_run(path, args, config, state):
     if saved.get("processes") != world and len(records) < args.epochs:
         why = "random numbers differ, as may batch-norm groups and other derived values"
         log(f"processes: {saved.get('processes')} before, {world} now: {why}")
-    return records
+    return saved
 
 
 def save_run(out, config, info, state, records, keep_every=0):
-    """Write metrics.jsonl, backbone.pt and, with all that is needed to resume, last.pt to a run's folder.
+    """Write last.pt, which has all that is needed to resume, backbone.pt and metrics.jsonl to a run's folder.
 
     config: from `open_run`. info: from `backbone_info`, and the encoder that is evaluated, "query" (model.backbone) or
     "momentum" (model.momentum_backbone); None: no backbone.pt. state: see `open_run`. records: a dict per epoch.
@@ -1349,12 +1345,24 @@ def save_run(out, config, info, state, records, keep_every=0):
     if bad := [name for name, x in tensors_by_name(state).items() if not x.isfinite().all()]:
         raise FloatingPointError(f"{bad[0]} is not finite, so nothing was written to {out}: pass a lower --lr")
     last = state | dict(config=config, records=records, processes=rank_and_world()[1])
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_file(os.path.join(out, "metrics.jsonl"), lambda file: file.write(lines.encode()))
     if info is not None:
-        last["backbone"] = info = {name: config[name] for name in ("method", "dataset", "images")} | info
-        backbone = info | dict(state_dict=encoder_weights(state["model"], info["encoder"]))
+        last["backbone"] = {name: config[name] for name in ("method", "dataset", "images")} | info
+    write_file(os.path.join(out, "last.pt"), lambda file: torch.save(last, file))
+    export_run(out, last, keep_every)
+
+
+def export_run(out, last, keep_every):
+    """Write backbone.pt, the copy to keep and metrics.jsonl, unless metrics.jsonl, the last one, is up to date.
+
+    last: the contents of last.pt. The other parameters: see `save_run`.
+    """
+    records, path = last["records"], Path(out, "metrics.jsonl")
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if path.exists() and path.read_bytes() == lines:
+        return
+    if info := last.get("backbone"):
+        backbone = info | dict(state_dict=encoder_weights(last["model"], info["encoder"]))
         write_file(os.path.join(out, "backbone.pt"), lambda file: torch.save(backbone, file))
     if keep_every and len(records) % keep_every == 0:
         write_file(os.path.join(out, f"epoch-{len(records):04d}.pt"), lambda file: torch.save(last, file))
-    write_file(os.path.join(out, "last.pt"), lambda file: torch.save(last, file))
+    write_file(path, lambda file: file.write(lines))

@@ -65,19 +65,19 @@ def test_ended_at_each_moment_in_turn(straight, tmp_path):
         if status == 0:
             break
         assert status == 130 and epochs_of(tmp_path) in (None, 1, 2, 3), said
-        (tmp_path / "last.pt.elsewhere.1.tmp").write_bytes(b"half")  # left by another host; it is removed, too
-    assert number > 15 and not list(tmp_path.glob("*.tmp"))  # at least all moments of the first save
+        (tmp_path / ".being-written-elsewhere-1-last.pt").write_bytes(b"half")  # by another host; it is removed, too
+    assert number > 10 and not list(tmp_path.glob(".*"))  # at least before and after last.pt exists
     without_knn = [record["epoch"] for record in records(tmp_path) if "knn20_top1" not in record]
     assert_same_run(straight("jcl --keep-every 1"), tmp_path, without_knn)
 
 
 def test_ended_in_the_first_save_of_a_resumed_run(straight, tmp_path):
-    """The same command resumes a run that ended in its first save in a new folder, even before last.pt exists."""
+    """The same command completes the first save in a new folder, whether last.pt was already there or not."""
     first = straight("jcl --keep-every 1")
     words = [*JCL, "--keep-every", "1", "--resume", first / "epoch-0002.pt", "--out", tmp_path]
-    ends = [life("jcl", words, f"save {number}")[0] for number in range(1, 16)]  # in config.json, then in a save
+    ends = [life("jcl", words, f"save {number}")[0] for number in range(1, 10)]  # of config.json, last.pt, the others
     models = [load(path)["model"] for path in (first / "last.pt", tmp_path / "last.pt", tmp_path / "epoch-0003.pt")]
-    assert ends == [130] * 14 + [0] and tiny.unequal(*models[:2]) == tiny.unequal(*models[1:]) == []
+    assert ends == [130] * 8 + [0] and tiny.unequal(*models[:2]) == tiny.unequal(*models[1:]) == []
 
 
 def lives(out, method, world, moment=""):
@@ -91,10 +91,10 @@ def lives(out, method, world, moment=""):
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed(tmp_path, method, world):
     assert lives(tmp_path / "straight", method, world) == [0] * world
-    for moment in ("step 6", "save 8"):
-        assert lives(tmp_path / "run", method, world, moment)[0] == -9 and epochs_of(tmp_path / "run") == 1
+    for moment, epochs in (("step 6", 1), ("save 5", 1), ("save 8", 2)):  # the renames of last.pt and backbone.pt
+        assert lives(tmp_path / "run", method, world, moment)[0] == -9 and epochs_of(tmp_path / "run") == epochs
     assert lives(tmp_path / "run", method, world) == [0] * world
-    assert_same_run(tmp_path / "straight", tmp_path / "run")
+    assert_same_run(tmp_path / "straight", tmp_path / "run", [2])
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_resumed_by_another_number_of_processes(tmp_path, method):
         assert json.loads((tmp_path / "run/config.json").read_text())["processes"] == world
 
 
-def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, monkeypatch, capsys):
     """A damaged last.pt is rejected. A kept checkpoint can replace it. Other lost or damaged files are rewritten."""
     life("jcl", [*JCL, "--keep-every", 1, "--out", tmp_path], "step 6")
     last, whole = tmp_path / "last.pt", (tmp_path / "last.pt").read_bytes()
@@ -136,8 +136,8 @@ def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, capsys):
     (tmp_path / "epoch-0001.pt").rename(last)
     assert "after epoch 1" in run("jcl", tmp_path, *JCL)
     assert_same_run(straight(), tmp_path)
-    before = contents(tmp_path)
-    assert "finished" in run("jcl", tmp_path, *JCL) and contents(tmp_path) == before
+    monkeypatch.setattr(common, "write_file", None)  # a finished run may be in a read-only folder
+    assert "finished" in run("jcl", tmp_path, *JCL)
 
 
 def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):

@@ -77,7 +77,7 @@ def place(begun, here):
         (here / "kept" / name).write_text("{}\n{}\n")
     write_tree(here / "images", ["train/a"])
     shutil.copytree(begun("jcl"), here / "begun")
-    (here / "begun" / "last.pt.host.1.tmp").write_text("another process saves")
+    (here / "begun" / ".being-written-host-1-last.pt").write_text("another process saves")
     return here
 
 

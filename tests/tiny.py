@@ -178,9 +178,9 @@ def assert_same_run(one, two, without_knn=()):
 def strike(patch, moment, end=Mock(side_effect=KeyboardInterrupt)):
     """Call `end` at a moment counted from now: "step 5" is the end of the fifth step, and "" is never.
 
-    A save has eight moments: for metrics.jsonl, before the flush and before the rename; for backbone.pt, also in the
-    middle of writing, which comes first; and for last.pt, these three. Each start of a run also has two for
-    config.json, which come before its first save.
+    A save has eight moments: for last.pt, in the middle of writing, before the flush and before the rename; for
+    backbone.pt, these three; and for metrics.jsonl, the last two. Each start of a run also has two for config.json,
+    which come before its first save.
     """
     if not moment:
         return
