@@ -1226,7 +1226,6 @@ def run_folder(words):
 
 # ====================================================================== 8. runs
 
-
 TEMPORARY = ".being-written-"  # how the names of temporary files begin; those of killed processes are removed
 
 
@@ -1352,14 +1351,11 @@ def save_run(out, config, info, state, records, keep_every=0):
 
 
 def export_run(out, last, keep_every):
-    """Write backbone.pt, the copy to keep and metrics.jsonl, unless metrics.jsonl, the last one, is up to date.
-
-    last: the contents of last.pt. The other parameters: see `save_run`.
-    """
+    """Write the files that follow from `last`, the contents of last.pt, unless they are up to date."""
     records, path = last["records"], Path(out, "metrics.jsonl")
     lines = "".join(json.dumps(record) + "\n" for record in records).encode()
     if path.exists() and path.read_bytes() == lines:
-        return
+        return  # it is written last
     if info := last.get("backbone"):
         backbone = info | dict(state_dict=encoder_weights(last["model"], info["encoder"]))
         write_file(os.path.join(out, "backbone.pt"), lambda file: torch.save(backbone, file))
