@@ -93,17 +93,16 @@ def parse_args(argv=None):
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
     args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
-    common.refuse(parser, args, not common.is_vit(args.arch), ["patch_size"], "without a ViT (--arch)")
-    common.refuse(parser, args, common.is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
-    common.refuse(parser, args, not args.local_crops, ["local_size", "local_scale"], "without --local-crops")
+    common.needs(parser, args, ["patch_size"], common.is_vit(args.arch), "a ViT (--arch)")
+    common.needs(parser, args, ["bn_groups"], not common.is_vit(args.arch), "batch norm, which no ViT (--arch) has")
+    common.needs(parser, args, ["local_size", "local_scale"], args.local_crops, "--local-crops")
     if args.local_crops and args.local_size > args.image_size[0]:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size[0]}")
     positive_flags = ["mix", "alpha", "num_positives", "refresh_every", "clim_start"]
-    why = f"with --selection {args.selection}"
-    common.refuse(parser, args, args.selection == "none", positive_flags, why)
-    common.refuse(parser, args, args.selection not in ("kmeans", "center"), ["num_clusters"], why)
-    common.refuse(parser, args, args.selection not in ("knn", "center"), ["knn_k"], why)
-    common.refuse(parser, args, args.mix == "none", ["alpha"], "with --mix none")
+    common.needs(parser, args, positive_flags, args.selection != "none", "positives (--selection)")
+    common.needs(parser, args, ["num_clusters"], args.selection in ("kmeans", "center"), "--selection kmeans or center")
+    common.needs(parser, args, ["knn_k"], args.selection in ("knn", "center"), "--selection knn or center")
+    common.needs(parser, args, ["alpha"], args.mix == "cutmix", "--mix cutmix")
     if args.selection != "none" and args.clim_start >= args.epochs:
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: pass a smaller --clim-start")
     return args

@@ -839,7 +839,7 @@ def open_encoder(args):
     if "timm_name" in (saved.get("backbone") or saved):  # it has its own heads, mean and interpolation
         raise UsageError(f"--arch is for third-party files: leave it out for {args.checkpoint}")
     if args.patch_size is not None and not is_vit(args.arch):
-        raise UsageError("--patch-size has no effect without a ViT (--arch)")
+        raise UsageError("--patch-size needs a ViT (--arch)")
     prefix = given.pop("prefix", "")
     info = backbone_info(args.arch, **dict(image_size=224) | given)
     backbone = build_backbone(info)
@@ -1200,7 +1200,7 @@ def parse_args(parser, argv, recipe):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if "." in args.arch:
         parser.error(f"--arch {args.arch}: weights are not downloaded: pass {args.arch.split('.')[0]}, and --init FILE")
-    refuse(parser, args, not args.init, ["init_prefix"], "without --init")
+    needs(parser, args, ["init_prefix"], args.init, "--init")
 
     if args.out is None:
         where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
@@ -1211,11 +1211,11 @@ def parse_args(parser, argv, recipe):
     return args
 
 
-def refuse(parser, args, condition, names, why):
-    """If the condition is true, exit with an error for the first named argument that is not its default."""
+def needs(parser, args, names, condition, what):
+    """Exit with an error if one of these arguments is not its default though the condition, `what`, is not met."""
     for name in names:
-        if condition and name in args and getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} has no effect {why}")
+        if not condition and name in args and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} has no effect here: it needs {what}")
 
 
 def run_folder(words):

@@ -79,10 +79,10 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
-    common.refuse(parser, args, not common.is_vit(args.arch), ["patch_size"], "without a ViT (--arch)")
-    common.refuse(parser, args, common.is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
-    common.refuse(parser, args, args.num_keys == 1, ["vanilla", "lam", "lam_schedule"], "with --num-keys 1")
-    common.refuse(parser, args, args.vanilla, ["lam", "lam_schedule"], "with --vanilla")
+    common.needs(parser, args, ["patch_size"], common.is_vit(args.arch), "a ViT (--arch)")
+    common.needs(parser, args, ["bn_groups"], not common.is_vit(args.arch), "batch norm, which no ViT (--arch) has")
+    common.needs(parser, args, ["vanilla", "lam", "lam_schedule"], args.num_keys > 1, "--num-keys 2 or more")
+    common.needs(parser, args, ["lam", "lam_schedule"], not args.vanilla, "Eq. 8, without --vanilla")
     return args
 
 

@@ -98,20 +98,20 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
-    common.refuse(parser, args, not common.is_vit(args.arch), ["patch_size"], "without a ViT (--arch)")
-    common.refuse(parser, args, common.is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
-    common.refuse(parser, args, not args.local_crops, ["local_size", "local_scale"], "without --local-crops")
+    common.needs(parser, args, ["patch_size"], common.is_vit(args.arch), "a ViT (--arch)")
+    common.needs(parser, args, ["bn_groups"], not common.is_vit(args.arch), "batch norm, which no ViT (--arch) has")
+    common.needs(parser, args, ["local_size", "local_scale"], args.local_crops, "--local-crops")
     if args.local_crops and args.local_size > args.image_size:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
     moco_flags = ["queue", "temperature", "momentum", "bn_groups"]
-    common.refuse(parser, args, args.base == "simsiam", moco_flags, "with --base simsiam")
-    common.refuse(parser, args, args.base == "moco", ["layers", "hidden"], "without --base simsiam")
-    common.refuse(parser, args, args.local_crops == 0, ["pairs", "l2l", "variant"], "with --local-crops 0")
-    common.refuse(parser, args, args.pairs == "all" and not args.l2l, ["variant"], "with --pairs all")
+    common.needs(parser, args, moco_flags, args.base == "moco", "--base moco")
+    common.needs(parser, args, ["layers", "hidden"], args.base == "simsiam", "--base simsiam")
+    common.needs(parser, args, ["pairs", "l2l", "variant"], args.local_crops, "--local-crops 2")
+    common.needs(parser, args, ["variant"], args.pairs == "logo" or args.l2l, "--pairs logo, or --l2l")
     l2l_flags = ["l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"]
-    common.refuse(parser, args, not args.l2l, l2l_flags, "without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
-    common.refuse(parser, args, args.l2l_weighting == "lambda", ["clip_ratio"], "without --l2l-weighting clip")
-    common.refuse(parser, args, args.l2l_weighting == "clip", ["lam"], "without --l2l-weighting lambda")
+    common.needs(parser, args, l2l_flags, args.l2l, "L_ll (--l2l; not with --local-crops 0)")
+    common.needs(parser, args, ["clip_ratio"], args.l2l_weighting == "clip", "--l2l-weighting clip")
+    common.needs(parser, args, ["lam"], args.l2l_weighting == "lambda", "--l2l-weighting lambda")
     if args.local_crops and args.one_way:
         parser.error("--one-way is a form of the baseline: pass --local-crops 0, too")
     return args

@@ -90,9 +90,9 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
-    common.refuse(parser, args, not common.is_vit(args.arch), ["patch_size"], "without a ViT (--arch)")
-    common.refuse(parser, args, common.is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
-    common.refuse(parser, args, not args.local_crops, ["local_size", "local_scale"], "without --local-crops")
+    common.needs(parser, args, ["patch_size"], common.is_vit(args.arch), "a ViT (--arch)")
+    common.needs(parser, args, ["bn_groups"], not common.is_vit(args.arch), "batch norm, which no ViT (--arch) has")
+    common.needs(parser, args, ["local_size", "local_scale"], args.local_crops, "--local-crops")
     if args.local_crops and args.local_size > args.image_size:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
     if args.joint in ("blur", "either", "both") and min(args.blur_p) == 0:
@@ -102,16 +102,15 @@ def parse_args(argv=None):
         parser.error("--variant released is JointCrop with beta 0 on two views, on MoCo v3 (D3, D6)")
     if args.moco == "v3" and common.is_vit(args.arch):
         parser.error("--moco v3 has recipes for ResNets only (D7): for a ViT, run the baseline of patchmix.py")
-    common.refuse(parser, args, args.moco == "v3", ["queue", "bn_groups"], "with --moco v3")
-    common.refuse(parser, args, args.moco != "v3", ["hidden"], "without --moco v3")
-    common.refuse(parser, args, args.milestones, ["min_lr"], "with --milestones (none: a cosine)")
+    common.needs(parser, args, ["queue", "bn_groups"], args.moco != "v3", "--moco v1 or v2")
+    common.needs(parser, args, ["hidden"], args.moco == "v3", "--moco v3")
+    common.needs(parser, args, ["min_lr"], not args.milestones, "a cosine (--milestones without numbers)")
     if args.min_lr > args.lr:
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
-    common.refuse(parser, args, args.joint == "none", ["beta"], "with --joint none")
-    common.refuse(parser, args, args.joint != "either", ["joint_prob"], "without --joint either")
+    common.needs(parser, args, ["beta"], args.joint != "none", "--joint crop, blur, either or both")
+    common.needs(parser, args, ["joint_prob"], args.joint == "either", "--joint either")
     has_local_pairs = args.joint not in ("none", "blur") and args.local_crops >= 2
-    why = "without JointCrop (--joint) and --local-crops 2 or more"
-    common.refuse(parser, args, not has_local_pairs, ["joint_pair"], why)
+    common.needs(parser, args, ["joint_pair"], has_local_pairs, "JointCrop (--joint) and --local-crops 2 or more")
     return args
 
 

@@ -92,8 +92,8 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
-    common.refuse(parser, args, not common.is_vit(args.arch), ["num_heads", "drop_path"], "without a ViT (--arch)")
-    common.refuse(parser, args, not args.local_crops, ["local_size", "local_scale"], "without --local-crops")
+    common.needs(parser, args, ["num_heads", "drop_path"], common.is_vit(args.arch), "a ViT (--arch)")
+    common.needs(parser, args, ["local_size", "local_scale"], args.local_crops, "--local-crops")
     if args.local_crops and args.local_size > args.image_size:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
     terms = chosen_terms(args)
@@ -101,10 +101,10 @@ def parse_args(argv=None):
         parser.error("--terms: pass one or more of oto,mto,mtm, with --term-weights above 0")
     if args.local_crops and set(terms) == {"mtm"}:
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms, with a weight above 0")
-    common.refuse(parser, args, set(terms) == {"oto"}, ["num_mix", "mix_slices"], "with --terms oto, without mixing")
-    common.refuse(parser, args, args.num_mix == 1, ["mix_slices"], "with --num-mix 1, which mixes no images")
-    common.refuse(parser, args, "oto" not in terms, ["smoothing"], "without oto in --terms")
-    common.refuse(parser, args, args.key_encoder == "query", ["momentum"], "with --key-encoder query")
+    common.needs(parser, args, ["num_mix", "mix_slices"], set(terms) != {"oto"}, "mto or mtm in --terms")
+    common.needs(parser, args, ["mix_slices"], args.num_mix > 1, "--num-mix 2 or more")
+    common.needs(parser, args, ["smoothing"], "oto" in terms, "oto in --terms")
+    common.needs(parser, args, ["momentum"], args.key_encoder == "momentum", "--key-encoder momentum")
     if args.min_lr > args.lr:
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:

@@ -126,7 +126,7 @@ UNFIT = {  # (what is saved of a ResNet's state_dict, how it is read, words of t
     "not a number": (lambda state: state | {"bn1.weight": state["bn1.weight"] * torch.nan}, {}, "not finite"),
     "parts are missing": (lambda state: {"conv1.weight": state["conv1.weight"]}, {}, "Missing key"),
     "no known head": (lambda state: state | {"attn_pool.latent": torch.ones(3)}, {}, "attn_pool.latent"),
-    "no patches": (dict, dict(patch_size=8), "--patch-size has no effect"),
+    "no patches": (dict, dict(patch_size=8), "--patch-size needs a ViT"),
     "no third-party file": (dict, dict(encoder="momentum"), "--encoder"),
     "no such tag": (dict, dict(arch="resnet50.foo"), "--arch resnet50.foo"),
     "another token": (lambda _: {"pos_embed": torch.ones(1, 38, 192)}, dict(arch="vit_tiny"), "mismatch for pos_embed"),
