@@ -78,7 +78,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")  # section 4.4; App. A.1: 1,200
     add("--batch-size", type=common.positive_int, default=512, help="global batch size, over all processes")
-    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
+    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 per batch
     add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
@@ -108,8 +108,10 @@ def parse_args(argv=None):
     return args
 
 
-CIFAR = dict(  # not in the paper: MoCo's demo (branch colab-notebook) with MoCo v2's head, tau and areas, and a warmup
-    arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
+# Not in the paper: as MoCo's demo on CIFAR-10 (branch colab-notebook), but with MoCo v2's head, temperature and crop
+# areas, and with a warmup
+CIFAR = dict(
+    arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 per batch
     weight_decay=5e-4, momentum=0.99, queue=4096, blur_p=0.0, bn_groups=8, local_size=16,
     num_clusters=400,  # about as many images per cluster as on ImageNet
 )  # fmt: skip
@@ -683,8 +685,8 @@ def convert_split_batchnorm(module, groups):
 # D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have the same view, flipped for the second.
 # D5 Crops of multi-resolution. Paper (sections 1, 3.3): positive pairs have the same content at different sizes, and
 #    the crop ratio is fixed. Here: a view has one crop at all sizes (and one flip, color, blur and mix), but query and
-#    key have different crops, so no term compares one crop at two sizes. With `--same-crop`, the literal reading, a key
-#    has the crop of its query.
+#    key have different crops. So no crop at 224 px is compared with the same crop at 160 px, as it is with
+#    `--same-crop`, the literal reading, where a key has the crop of its query.
 # D6 Multi-crop. Paper (section 4.4): only sizes and areas. Here: local crops are queries, mixed with the positive's.
 # D7 The weight of Eq. 4. Paper: lambda. Here, as in CutMix's code: the fraction of the image that is left in `cutmix`.
 # D8 Color jitter. Paper (App. A.1): brightness, contrast, saturation, without values. Here: MoCo v2's, also of the hue.

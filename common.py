@@ -163,7 +163,7 @@ def fingerprint(dataset):
     return f"{describe(dataset)}, {digest.hexdigest()[:16]}"
 
 
-def visible(folder):
+def visible_entries(folder):
     """Return the sorted entries of a folder, without hidden files and system folders, such as .DS_Store and @eaDir."""
     entries = [e for e in os.scandir(folder) if not e.name.startswith(".") and e.name not in SYSTEM_FOLDERS]
     return sorted(entries, key=lambda entry: entry.name)
@@ -172,7 +172,7 @@ def visible(folder):
 def list_files(folder, parents=()):
     """Yield the sorted paths of the non-hidden files below a folder. parents: real paths of the folders above it."""
     parents = {*parents, os.path.realpath(folder)}
-    for entry in visible(folder):
+    for entry in visible_entries(folder):
         if entry.is_file():
             yield entry.path
         elif entry.is_dir():
@@ -209,7 +209,7 @@ def load_dataset(name, root=None, train=True, image_size=32):
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     try:
-        entries = [entry.name for entry in visible(root)] if root is not None else []
+        entries = [entry.name for entry in visible_entries(root)] if root is not None else []
         if "train" in entries:
             parts = ("train",) if train else ("val", "validation", "test")
             part = next((part for part in parts if part in entries), None)
@@ -234,7 +234,7 @@ def load_dataset(name, root=None, train=True, image_size=32):
 
 def load_split(name, root, part):
     """Load root/PART and, if that is train/, root/unlabeled/. See `load_dataset`."""
-    entries = {entry.name for entry in visible(root)}
+    entries = {entry.name for entry in visible_entries(root)}
     for other in entries - {"train", "val", "validation", "test", "unlabeled"}:
         with contextlib.suppress(OSError):  # a file, or a folder that cannot be read
             files = os.listdir(os.path.join(root, other))
@@ -242,7 +242,7 @@ def load_split(name, root, part):
                 raise UsageError(f"{root} has images in {other}/ next to train/, which would not be read")
     names = list_images(root, part)
     found = {file.split(os.sep)[1] for file in names}  # CLASS in PART/CLASS/FILE, or FILE in PART/FILE
-    classes = [entry.name for entry in visible(os.path.join(root, part)) if entry.is_dir()]
+    classes = [entry.name for entry in visible_entries(os.path.join(root, part)) if entry.is_dir()]
     if classes and (wrong := sorted(found ^ {*classes})):
         raise UsageError(f"{root}/{part}/{wrong[0]} is a class folder without images, or an image in no class folder")
     if name == "imagenet100" and classes:
@@ -452,13 +452,13 @@ def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
     which is drawn per batch, as in kornia; torchvision draws it per image. Copy it with the four functions below.
     """
     rows = (torch.rand(len(x)) < p).nonzero().flatten()
-    changes = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
+    operations = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
     ranges = [(max(0, 1 - v), 1 + v) for v in (brightness, contrast, saturation)] + [(-hue, hue)]
     factors = torch.stack([torch.empty(len(rows), 1, 1, 1).uniform_(low, high) for low, high in ranges])
     rows, factors = rows.to(x.device, non_blocking=True), factors.to(x.device, x.dtype, non_blocking=True)
     y = x[rows]
-    for i in torch.randperm(len(changes)).tolist():
-        y = changes[i](y, factors[i])
+    for i in torch.randperm(len(operations)).tolist():
+        y = operations[i](y, factors[i])
     return x.index_copy(0, rows, y)
 
 
@@ -496,14 +496,14 @@ def grayscale(x, p):
 
 def solarize(x, p):
     """Invert the values at or above 0.5 in each image, with probability p."""
-    changes = (torch.rand(len(x), 1, 1, 1) < p).to(x.device, non_blocking=True)
-    return torch.where(changes & (x >= 0.5), 1 - x, x)
+    chosen = (torch.rand(len(x), 1, 1, 1) < p).to(x.device, non_blocking=True)
+    return torch.where(chosen & (x >= 0.5), 1 - x, x)
 
 
 def horizontal_flip(x, p=0.5):
     """Flip each image with probability p."""
-    changes = (torch.rand(len(x), 1, 1, 1) < p).to(x.device, non_blocking=True)
-    return torch.where(changes, x.flip(-1), x)
+    chosen = (torch.rand(len(x), 1, 1, 1) < p).to(x.device, non_blocking=True)
+    return torch.where(chosen, x.flip(-1), x)
 
 
 def gaussian_blur(x, sigma, p=1.0):
@@ -573,12 +573,12 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
     such as num_heads. Plain ResNets have a 3 x 3 stem for images of up to 64 px (with stride 2 in resnet_mini), except
     for resnet_micro. Raises UsageError if timm does not have the model, or if the patches do not fit.
     """
-    name, changes = ARCHS.get(arch, (arch, {}))
+    name, arguments = ARCHS.get(arch, (arch, {}))
     if not timm.is_model(name):
         raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
     if arch in ARCHS and timm.is_model(arch):
         raise UsageError(f"--arch {arch} is a name of this project: register your own encoder under another name")
-    kwargs, stem = changes | kwargs | dict(num_classes=0), "timm"
+    kwargs, stem = arguments | kwargs | dict(num_classes=0), "timm"
     if is_vit(arch):
         fixed = re.search(r"patch(\d+)", arch)
         if image_size % patch_size or (fixed and int(fixed[1]) != patch_size):
@@ -707,9 +707,9 @@ def load_weights(encoder, path, prefix=""):
     shape, all finite, and no other tensors with the prefix except those of heads.
     """
     saved = load_checkpoint(path)
-    inner, whole = tensors_by_name(saved.get("state_dict", saved.get("model"))), tensors_by_name(saved)
-    with_prefix = (tensors for tensors in (inner, whole) if any(name.startswith(prefix) for name in tensors))
-    found = next(with_prefix, inner or whole)
+    usual, all_tensors = tensors_by_name(saved.get("state_dict", saved.get("model"))), tensors_by_name(saved)
+    with_prefix = (tensors for tensors in (usual, all_tensors) if any(name.startswith(prefix) for name in tensors))
+    found = next(with_prefix, usual or all_tensors)
     expected = encoder.state_dict()
     weights = {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)}
     weights = {name: x for name, x in weights.items() if name in expected or not name.startswith(HEADS)}
@@ -751,7 +751,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 
     encoder: (N, 3, H, W) -> (N, width). A copy of it is used, in evaluation mode and not compiled. info: see
     `backbone_info`. batch_size: per process. amp: encode in bf16. Raises UsageError if a feature of any process is not
-    finite. `gather_rows` returns those of all images.
+    finite. To get the features of all images, call `gather_rows` on the result.
     """
     rows = local_rows(torch.arange(len(images))).tolist()
     crop = functools.partial(center_crop, size=info["image_size"], interpolation=info["interpolation"])
@@ -778,7 +778,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     train_x: (n, d) and train_y: (n,), this process's rows of the training images. test_x: (m, d), the same on every
     process. Features are L2-normalized here; float16 and bfloat16 are converted to float32. k: list of numbers of
     neighbors. If one exceeds the number of training images, all of these vote. Each process finds the nearest of its
-    own rows; the nearest of all are among them.
+    own rows, and the nearest are then chosen from what all processes have found.
     Copy it with gather_rows, all_gather_object and rank_and_world.
     """
     train_x, test_x = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (train_x, test_x))
@@ -788,7 +788,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     for chunk in queries.split(max(1, 2**26 // max(most, num_classes))):  # at most 256 MB of similarities
         with torch.autocast(bank.device.type, enabled=False):  # whatever the caller's mode is
             similarity, row = (chunk @ bank.T).topk(min(max(k), len(bank)), dim=1)
-        similarity, label = gather_rows(similarity.T).T, gather_rows(train_y[row].T).T  # the columns of all processes
+        similarity, label = gather_rows(similarity.T).T, gather_rows(train_y[row].T).T  # append all processes' columns
         similarity, column = similarity.topk(min(max(k), similarity.shape[1]), dim=1)
         label = label.gather(1, column)
         vote = ((similarity - similarity[:, :1]) / temperature).exp()  # 1 for the nearest, so that none overflows
@@ -892,7 +892,7 @@ def baselines(info, seed, num_images):
 
 
 def start(main, parse_args, paper_flags=None):
-    """Run main(parse_args()). A mistake exits with an error message and status 2. paper_flags: of the paper's run."""
+    """Run main(parse_args()). A mistake exits with an error message and status 2. paper_flags: see `log_demo`."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     if hasattr(sys.stdout, "reconfigure"):  # else `log` would drop a line with a name that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -1005,7 +1005,8 @@ def progress(text):
 
 
 def log_demo(args, paper_flags, finished=False):
-    """For a run of the demo, print how to train on real data. finished: print only the command of the paper's run."""
+    """Print how to train on real data, if this is the demo. paper_flags: those of the paper's run, whose command is
+    printed at the start and, alone, at the end (finished)."""
     if not paper_flags or args.dataset != "patterns" or args.show_views or os.environ.get("RANK", "0") != "0":
         return
     if not finished:
@@ -1249,7 +1250,7 @@ def write_file(path, write):
 
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
-    files = [entry.name for entry in visible(out)] if os.path.isdir(out) else []
+    files = [entry.name for entry in visible_entries(out)] if os.path.isdir(out) else []
     if "last.pt" in files:
         if Path(resume or "").name.startswith("epoch-") and Path(resume).resolve().parent == Path(out).resolve():
             raise UsageError(f"--resume {resume} is in --out, which resumes from last.pt: pass another --out")
@@ -1259,16 +1260,16 @@ def find_checkpoint(out, resume):
     return os.path.join(resume, "last.pt") if resume and os.path.isdir(resume) else resume
 
 
-def open_run(args, train, state, derived, changes=None):
+def open_run(args, train, state, derived, overrides=None):
     """Start a run in args.out, or resume the one there: (configuration, records of its epochs). Print its values.
 
-    The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG, the changes to them, if any, and
-    the images' fingerprint.
+    The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG, with the values of overrides, if
+    given, and the images' fingerprint.
     state: {name: module, optimizer or tensor}, with a "model"; they are loaded in place. derived: further values to
     print. With --resume, a new run starts from the state of another one, except for tensors with a row per image.
     Raises UsageError if the run in args.out has another configuration, or if the processes differ in theirs.
     """
-    config = {k: x for k, x in vars(args).items() if k not in NOT_IN_CONFIG} | (changes or {})
+    config = {k: x for k, x in vars(args).items() if k not in NOT_IN_CONFIG} | (overrides or {})
     config["images"] = fingerprint(train)
     config = json.loads(json.dumps(config, default=str))  # plain numbers and strings, which any checkpoint can hold
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"

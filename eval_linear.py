@@ -549,13 +549,14 @@ def train_protocol(args, device, encoder, info, train, test):
     model.train(args.finetune)
     optimizer = make_optimizer(args, model)
 
-    # The run. Its configuration has a hash of the encoder's weights instead of their path, and the test images
+    # The run. Its configuration has a hash of the encoder's weights instead of their path, and the test images, but not
+    # the probe's solver and baselines
     amp = common.use_bf16(args.amp, device)
     digest = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
-    changes = dict(checkpoint=digest, test_images=common.fingerprint(test), solver=None, no_baselines=None)
+    overrides = dict(checkpoint=digest, test_images=common.fingerprint(test), solver=None, no_baselines=None)
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
     derived = dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp)
-    config, records = common.open_run(args, train, state, derived, changes)
+    config, records = common.open_run(args, train, state, derived, overrides)
     del info["data_dir"]  # backbone.pt has no paths
     tuned = info | dict(encoder="fine-tuned", classes=[*map(str, train.classes)]) if args.finetune else None
     ddp = DistributedDataParallel(model) if world > 1 else model
@@ -589,7 +590,7 @@ def train_protocol(args, device, encoder, info, train, test):
 
     logits = common.extract_features(model, test, info, device, args.batch_size // world, args.workers, amp)
     found = scores(common.gather_rows(logits), torch.from_numpy(common.labels_of(test)), num_classes, args.method)
-    if not found.items() <= records[-1].items():  # else a finished run was evaluated again, with the same scores
+    if not found.items() <= records[-1].items():  # a finished run that is evaluated again has these scores already
         records[-1] |= found
         common.save_run(args.out, config, tuned, state, records)  # again: a damaged test image must not cost the epoch
     common.log_epoch(f"finished: {args.out}", records)

@@ -69,7 +69,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
     add("--batch-size", type=common.positive_int, default=512, help="global batch size, over all processes")
-    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
+    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 per batch
     add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
@@ -86,8 +86,10 @@ def parse_args(argv=None):
     return args
 
 
-CIFAR = dict(  # not in the paper: MoCo's demo (branch colab-notebook) with MoCo v2's head, tau and areas, and a warmup
-    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
+# Not in the paper: as MoCo's demo on CIFAR-10 (branch colab-notebook), but with MoCo v2's head, temperature and crop
+# areas, and with a warmup
+CIFAR = dict(
+    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 per batch
     weight_decay=5e-4, momentum=0.99, queue=4096, blur_p=0.0,
 )  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet

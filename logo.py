@@ -7,8 +7,8 @@ trained to score two local crops of one image above those of two images, and the
 the scores of its own pairs. By default this file follows the released code, as the paper's Eq. 6 is unbounded (D1).
 
 Inferred: only the paper's supplement and the code for MoCo were available, so all that concerns SimSiam is inferred, or
-from erceguder/LoGo, an unofficial repository. Caution: as trained, the affinity need not compare the two crops of a
-pair. In our runs, it ranked only 60% correctly in batches with pairs of one image and pairs of two (see the end).
+from erceguder/LoGo, an unofficial repository. Caution: the affinity can succeed in training without comparing the two
+crops of a pair. In our runs, it ranked only 60% of the pairs correctly if a batch mixed both kinds (see the end).
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     L_ll          local_dissimilarity
@@ -131,7 +131,7 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
     imagenet100={},  # arch, local_size: supplement, section 1
     imagenet=dict(arch="resnet50", queue=65536),  # not in the supplement
-    folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth
+    folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=0.99),  # not in the paper; queue: a tenth
 )  # fmt: skip
 
 
@@ -163,7 +163,8 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     """Return the affinity's loss (Eq. 6), low if two local crops of one image score above local crops of two images.
 
     affinity: (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. Row i of both is of the same image,
-    a positive pair; in negative pairs, local2 is rolled by one row. noise: (2, N, C), added to the positives, or None.
+    a positive pair; row i of local1 and row i - 1 of local2 are a negative pair (D6). noise: (2, N, C), added to the
+    positive pairs, or None.
     form: "logistic" (released) is the binary cross-entropy of the positive scores plus that of the negative ones, as
     logits, averaged over both orders of a pair. "linear" (paper) is E f(negative) - E f(positive), which is unbounded
     (supplement, Eq. 4). That f is the softplus of the score is inferred.

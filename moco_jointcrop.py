@@ -115,7 +115,7 @@ def parse_args(argv=None):
 
 
 CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup and the paper's areas (D4, D5). JointBlur needs --blur-p 0.5
-    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
+    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 per batch
     weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, blur_p=[0.0, 0.0], local_size=16,
 )  # fmt: skip
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
@@ -163,8 +163,8 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
 
     ln s_r is in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. beta = 0: it is uniform.
     beta > 0: it is normal with standard deviation s_b / beta, truncated to that interval. beta < 0: it is drawn as for
-    -beta, and mirrored within its half: a positive ln s_r becomes s_b - ln s_r, a negative one -s_b - ln s_r. Given
-    s_r, a is uniform where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4).
+    -beta, and then replaced by s_b - ln s_r if it is positive, and by -s_b - ln s_r if it is negative. Given s_r, a is
+    uniform where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4).
 
     low, high: s_min, s_max. u, v: floats, uniform draws from [0, 1), of ln s_r and of a. beta: a finite number, or
     None. offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
@@ -408,8 +408,9 @@ class MoCo(MoCoBase):
         views: this process's query view, key view and local crops, each (n, 3, H, W), normalized. The keys are those
         of all processes. Only the loss has a gradient, which reaches the query encoder only.
         """
-        queries = [self.query(view) for view in (views[0], *views[2:])]  # of the query view and of local crops (App. D)
-        keys = encode_shuffled_keys(self.key, views[1:2])[0]  # (N, dim)
+        query_view, key_view, *local_crops = views
+        queries = [self.query(view) for view in (query_view, *local_crops)]  # local crops: App. D
+        keys = encode_shuffled_keys(self.key, [key_view])[0]  # (N, dim)
         k = shard(keys)  # (n, dim)
         with torch.autocast(k.device.type, enabled=False):  # the loss is computed in float32
             losses = [info_nce(q, k, self.queue.keys, self.temperature) for q in queries]  # MoCo, Eq. 1

@@ -521,14 +521,14 @@ def gather(x):
 # D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse.
 # D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px with 0.05 to 0.35 of the area, blurred
 #    with probability 0.5; large ones from 0.35. They add the terms local_oto and local_mto to the loss: the mean over
-#    local crops of the sum over the keys of both views. Their weight is 1, unless that of oto or mto is 0.
+#    local crops of the sum over the keys of both views. Each has weight 1, or 0 if that of oto (or mto) is 0.
 # D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
 # D8 The cosine after 10 epochs of warmup. Paper: "the rest 260" of 300 epochs. Released, and here: the other 290.
 # D9 The baseline. Paper: MoCo v3 (Tables 2, 3). Here: `--num-mix 1 --terms oto,mto`. For M = 1 (Tables 5, 6), pass
-#    `--num-mix 1`: the queries of view 1 count twice (with `--key-encoder query`, mtm differs from mto by the drop path
-#    of the keys). For oto alone (Table 7), pass `--terms oto`.
+#    `--num-mix 1`. Then mto and mtm are equal, except that with `--key-encoder query` their keys drop other paths. For
+#    oto alone (Table 7), pass `--terms oto`.
 # D10 The T mod M patches in no group. Paper: Eq. 3 and 6 assume that there are none. With M = 3, one patch of 196
 #    or 256 remains. Released, and here: it is taken from image i.
 # D11 Misprints. Paper: the group G_im begins at j = 0 (3.1), but at j = mS in Eq. 6, as here. The positives of "the
