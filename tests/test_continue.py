@@ -47,7 +47,8 @@ def straight(_tiny, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("case, scenario", slow_but([("patchmix", "in an epoch")], DISTURBED))
+@pytest.mark.slow
+@pytest.mark.parametrize("case, scenario", DISTURBED)
 def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, scenario):
     (flags, ends, without_knn), (method, *more) = SCENARIOS[scenario], case.split()
     words = [*FLAGS, "--epochs", "3", *more, *flags.split(), "--out", tmp_path]
