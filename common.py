@@ -1227,7 +1227,7 @@ def run_folder(words):
 
 # ====================================================================== 8. runs
 
-TEMPORARY = ".being-written-"  # how the names of temporary files begin; those of killed processes are removed
+TEMPORARY = ".being-written-"  # how the names of temporary files begin; `open_run` removes those of killed runs
 
 
 def write_file(path, write):
@@ -1355,8 +1355,8 @@ def export_run(out, last, keep_every):
     """Write the files that follow from `last`, the contents of last.pt, unless they are up to date."""
     records, path = last["records"], Path(out, "metrics.jsonl")
     lines = "".join(json.dumps(record) + "\n" for record in records).encode()
-    if path.exists() and path.read_bytes() == lines:
-        return  # it is written last
+    if rank_and_world()[0] > 0 or (path.is_file() and path.read_bytes().startswith(lines)):
+        return  # metrics.jsonl is written last
     if info := last.get("backbone"):
         backbone = info | dict(state_dict=encoder_weights(last["model"], info["encoder"]))
         write_file(os.path.join(out, "backbone.pt"), lambda file: torch.save(backbone, file))

@@ -103,7 +103,7 @@ def parse_args(argv=None):
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms, with a weight above 0")
     common.needs(parser, args, ["num_mix", "mix_slices"], set(terms) != {"oto"}, "mto or mtm in --terms")
     common.needs(parser, args, ["mix_slices"], args.num_mix > 1, "--num-mix 2 or more")
-    common.needs(parser, args, ["smoothing"], "oto" in terms, "oto in --terms")
+    common.needs(parser, args, ["smoothing"], "oto" in terms, "oto in --terms, with a weight above 0")
     common.needs(parser, args, ["momentum"], args.key_encoder == "momentum", "--key-encoder momentum")
     if args.min_lr > args.lr:
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
