@@ -95,7 +95,7 @@ def parse_args(argv=None):
     args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
     common.needs(parser, args, ["patch_size"], common.is_vit(args.arch), "a ViT (--arch)")
     common.needs(parser, args, ["bn_groups"], not common.is_vit(args.arch), "batch norm, which no ViT (--arch) has")
-    common.needs(parser, args, ["local_size", "local_scale"], args.local_crops, "--local-crops")
+    common.needs(parser, args, ["local_size", "local_scale"], args.local_crops, "local crops (--local-crops)")
     if args.local_crops and args.local_size > args.image_size[0]:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size[0]}")
     positive_flags = ["mix", "alpha", "num_positives", "refresh_every", "clim_start"]

@@ -1005,8 +1005,7 @@ def progress(text):
 
 
 def log_demo(args, paper_flags, finished=False):
-    """Print how to train on real data, if this is the demo. paper_flags: those of the paper's run, whose command is
-    printed at the start and, alone, at the end (finished)."""
+    """If this is the demo, print how to train on real data or, if finished, only the command with the paper's flags."""
     if not paper_flags or args.dataset != "patterns" or args.show_views or os.environ.get("RANK", "0") != "0":
         return
     if not finished:

@@ -153,7 +153,7 @@ def parse_args(argv=None):
     if args.solver == "lbfgs":
         names = LBFGS
     without_effect = [name for name in PROBE | LBFGS | FINETUNE["clim"] if name not in names]
-    common.needs(parser, args, without_effect, False, "another --protocol, --solver or --finetune")
+    common.needs(parser, args, without_effect, False, "another protocol (--protocol, --solver, --finetune)")
     return args
 
 

@@ -100,7 +100,7 @@ def parse_args(argv=None):
     args.warmup = min(args.warmup, args.epochs / 4)  # a short run would not reach its peak learning rate
     common.needs(parser, args, ["patch_size"], common.is_vit(args.arch), "a ViT (--arch)")
     common.needs(parser, args, ["bn_groups"], not common.is_vit(args.arch), "batch norm, which no ViT (--arch) has")
-    common.needs(parser, args, ["local_size", "local_scale"], args.local_crops, "--local-crops")
+    common.needs(parser, args, ["local_size", "local_scale"], args.local_crops, "local crops (--local-crops)")
     if args.local_crops and args.local_size > args.image_size:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
     moco_flags = ["queue", "temperature", "momentum", "bn_groups"]

@@ -137,6 +137,8 @@ def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, monkeypatch, cap
     (tmp_path / "epoch-0001.pt").rename(last)
     assert "after epoch 1" in run("jcl", tmp_path, *JCL)
     assert_same_run(straight(), tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write("{}\n")  # a user's own line
     monkeypatch.setattr(common, "write_file", None)  # a finished run may be in a read-only folder
     assert "finished" in run("jcl", tmp_path, *JCL)
 
