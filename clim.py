@@ -185,7 +185,7 @@ def cutmix(x, partner, lam, generator=None):
         half = int(size * math.sqrt(1 - lam)) // 2
         return slice(max(0, center - half), center + half)
 
-    box = (..., *(draw_slice(size) for size in x.shape[2:]))
+    box = (..., draw_slice(x.shape[2]), draw_slice(x.shape[3]))  # rows, then columns
     mixed = x.clone()
     mixed[box] = partner[box]  # Eq. 3: the mask M is 0 in the box
     return mixed, 1 - x[box].numel() / x.numel()
@@ -276,7 +276,7 @@ def random_members(assignment, count):
     for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # of a cluster, ascending
         candidates = rows if len(rows) > 1 else everyone
         place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)  # among the other candidates
-        place += candidates[place] >= rows[:, None]  # skips the row itself
+        place += candidates[place] >= rows[:, None]  # the candidates ascend, so this skips the row itself
         table[rows] = candidates[place]
     return table
 
@@ -323,7 +323,7 @@ class ImageAndPositive(Dataset):
         views, _ = self.images[index]
         column = torch.randint(self.positives.shape[1], ())  # a random one in each epoch (not in the paper)
         positive = self.positives[index, column].item()
-        return views, self.positive_images[positive][0] if positive >= 0 else []
+        return views, (self.positive_images[positive][0] if positive >= 0 else [])
 
 
 def key_and_query(view):
@@ -401,7 +401,7 @@ class CLIM(nn.Module):
         """
         q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
-            views = [v2.functional.resize(view, [size, size]) for view in (query_views[0], *key_views)]
+            views = [v2.functional.resize(view, [size, size]) for view in (query_views[0], *key_views)]  # query, keys
             if size in self.sizes[:i]:  # Table 7's {224, 224}: else both would be the same image (D4)
                 views = [view.flip(-1) for view in views]
             q.append(self.query(views[0]))
@@ -465,7 +465,7 @@ def choose_positives(args, model, images, info, device, num_clusters):
     if args.selection != "random":
         encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
         features = common.extract_features(encoder, images, info, device, workers=args.workers)
-        x = F.normalize(common.gather_rows(features), dim=1).double().to(device)  # distances are compared in float64
+        x = F.normalize(common.gather_rows(features), dim=1).double().to(device)  # float64, for Eq. 2's inequality
     if args.selection in ("knn", "center"):  # each process finds the neighbors of its part of the images
         rows = common.local_rows(torch.arange(len(x), device=device))
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
@@ -475,15 +475,15 @@ def choose_positives(args, model, images, info, device, num_clusters):
         table = select_positives(x, centers, assignment, neighbors, args.num_positives)
     elif args.selection == "knn":
         table = preferred_first(neighbors, torch.ones_like(neighbors, dtype=torch.bool), args.num_positives)
-    else:
+    else:  # kmeans: of the image's cluster; random: of all images
         table = random_members(assignment, args.num_positives)
     if dist.is_initialized():
         dist.broadcast(table, 0)  # each process has drawn its own
     text = f"positives chosen in {time.perf_counter() - began:.1f} s"
     labels = torch.from_numpy(common.labels_of(images))
     if labels.min() >= 0:
-        of_class = (labels[:, None] == labels[table.cpu()]).double().mean()
-        text += f", {100 * of_class:.1f}% of them with the image's class"
+        same_class = (labels[:, None] == labels[table.cpu()]).double().mean()
+        text += f", {100 * same_class:.1f}% of them with the image's class"
     common.log(text)
     return table
 
@@ -539,7 +539,7 @@ def main(args, train=None, test=None):
     if args.selection in ("kmeans", "center"):
         derived |= dict(clusters=clusters)
         if clusters > len(train) / 4:
-            common.log(f"warning: {clusters} clusters of {len(train)} images are very small: reduce --num-clusters")
+            common.log(f"warning: {clusters} clusters are too many for {len(train)} images: reduce --num-clusters")
     config, records = common.open_run(args, train, state, derived)  # restores a saved run; one record per epoch
     if args.compile:
         model.backbone.compile(dynamic=False)
@@ -550,7 +550,7 @@ def main(args, train=None, test=None):
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run gets the same seed: hashes of ints are fixed
-        is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # none after --resume
+        is_due = positives[0, 0] < 0 or (epoch - args.clim_start) % args.refresh_every == 0  # < 0: none, as by --resume
         if args.selection != "none" and epoch >= args.clim_start and is_due:
             positives.copy_(choose_positives(args, model, train, info, device, clusters))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
@@ -559,10 +559,10 @@ def main(args, train=None, test=None):
             lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            views = [augment(x.to(device, non_blocking=True), args) for x in crops]
+            key_view, *query_views = [augment(x.to(device, non_blocking=True), args) for x in crops]
             positive_views = [augment(x.to(device, non_blocking=True), args) for x in positive_crops]
-            query_views, fractions = mix_queries(views[1:], positive_views[1:], args.alpha)  # Eq. 3
-            key_views = views[:1] + positive_views[:1]
+            query_views, fractions = mix_queries(query_views, positive_views[1:], args.alpha)  # Eq. 3
+            key_views = [key_view] + positive_views[:1]
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(query_views, fractions, key_views)  # Eq. 6
             optimizer.zero_grad()

@@ -305,7 +305,7 @@ def class_mismatch(train, test):
     highest = [labels_of(images).max(initial=-1) for images in (train, test)]  # -1: no image has a label
     if min(highest) >= 0 and len(one) > 1 and one == two:
         fit = max(highest) < len(one)
-        return "" if fit else f"the labels of {len(one)} classes end at {len(one) - 1}, not at {max(highest)}"
+        return "" if fit else f"labels of {len(one)} classes must be below {len(one)}, but one is {max(highest)}"
     differ = ascii(sorted({*map(str, one)} ^ {*map(str, two)})[:3])  # ascii: letters that look alike may differ
     what = f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}"
     return f"training and test images need labels of the same classes, at least two, in the same order ({what})"
@@ -433,7 +433,7 @@ def queue_length(length, batch_size, num_images):
     """
     length = length or min(65536, max(batch_size, num_images // 10))
     if length > num_images / 4:
-        log(f"warning: {length} negatives of {num_images} images include the query's own: reduce --queue")
+        log(f"warning: a queue of {length} for {num_images} images can hold the query's own image: reduce --queue")
     return length
 
 
@@ -628,7 +628,7 @@ def feature_width(backbone, *sizes):
             shape = backbone(torch.zeros(1, 3, size, size)).shape
         except Exception as error:  # each encoder raises its own
             reason = (str(error) or repr(error)).splitlines()[0]
-            raise UsageError(f"the encoder gives no features of images of {size} px: {reason}") from error
+            raise UsageError(f"the encoder fails on images of {size} px: {reason}") from error
         if len(shape) != 2 or width not in (None, shape[1]):
             raise UsageError(f"the encoder maps images of {size} px to {[*shape]}, not (n, {width or 'width'})")
         width = shape[1]
@@ -675,7 +675,7 @@ def load_backbone(path, encoder=None):
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
     info["data_dir"] = saved_data_dir(path.parent)  # backbone.pt has no paths
     if not timm.is_model(info["timm_name"]):
-        raise UsageError(f"{path}: {info['timm_name']} is not registered with timm: call eval_knn.main where it is")
+        raise UsageError(f"{path}: {info['timm_name']} is not registered: call eval_knn.main where you register it")
     backbone = build_backbone(info)
     backbone.load_state_dict(weights)
     return backbone.eval(), info
@@ -1097,7 +1097,7 @@ nonnegative_int = bounded("a non-negative integer", int, lambda x: x >= 0)
 positive_float = bounded("a positive number", float, lambda x: 0 < x < math.inf)
 nonnegative_float = bounded("a non-negative number", float, lambda x: 0 <= x < math.inf)
 fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
-concentration = bounded("a number from 0.01 on", float, lambda x: 0.01 <= x < math.inf)  # smaller Beta draws underflow
+concentration = bounded("a number >= 0.01", float, lambda x: 0.01 <= x < math.inf)  # smaller Beta draws underflow
 
 
 class AreaRange(argparse.Action):

@@ -1,7 +1,8 @@
 """Evaluate an encoder by weighted k-nearest-neighbor classification of its frozen features.
 
 The k nearest training images vote for the class of a test image, each with the weight exp(cosine similarity /
-temperature), as in Wu et al. (arXiv 1805.01978). Raw pixels and the untrained encoder are evaluated, too.
+temperature), as in Wu et al. (arXiv 1805.01978). Raw pixels (of up to 200,000 images) and the untrained encoder are
+evaluated, too.
 
     python eval_knn.py runs/patchmix-patterns-vit_micro-s0
     python eval_knn.py RUN/last.pt --encoder query --dataset cifar10 --data-dir DIR
@@ -11,7 +12,7 @@ temperature), as in Wu et al. (arXiv 1805.01978). Raw pixels and the untrained e
 
 The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32). Neighbors are compared in float32.
 PatchMix's released kNN differs: its features go through a head that was never trained, and CIFAR's images are resized
-to 36 px and center-cropped. LoGo's resizes ImageNet's images bicubically.
+to 36 px and center-cropped. LoGo's released kNN resizes ImageNet's images bicubically.
 """
 
 import argparse

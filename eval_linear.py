@@ -2,8 +2,8 @@
 
 The default, `--protocol probe`, computes the features once, standardizes them, and trains linear classifiers on them
 for a grid of learning rates, all at once. The learning rate is chosen on a held-out tenth of the training
-images or, if that is less than 400, by cross-validation. The test images are used once. Raw pixels (of up to 200,000
-images, not by L-BFGS) and the untrained encoder are evaluated, too.
+images or, if that is less than 400, by cross-validation. The test images are used once. The baselines, raw pixels (not
+by L-BFGS, nor of more than 200,000 images) and the untrained encoder, are evaluated, too.
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
     python eval_linear.py RUN --dataset cifar100 --data-dir DIR                # transfer
@@ -113,7 +113,7 @@ def parse_args(argv=None):
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=share, metavar="X", help="balanced fraction of the labels; less if a class is small")
+    add("--label-fraction", type=share, metavar="X", help="fraction of the labels, balanced over classes if possible")
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
@@ -149,7 +149,7 @@ def parse_args(argv=None):
         parser.error(f"--finetune needs --protocol patchmix or clim, not {args.protocol}")
     names = FINETUNE["clim"] if args.finetune else LINEAR[args.protocol or "probe"]
     if names is not PROBE and (args.solver == "lbfgs" or args.no_baselines):
-        parser.error("--solver lbfgs and --no-baselines need --protocol probe")
+        parser.error("--solver lbfgs and --no-baselines need --protocol probe, without --finetune")
     if args.solver == "lbfgs":
         names = LBFGS
     without_effect = [name for name in PROBE | LBFGS | FINETUNE["clim"] if name not in names]
@@ -172,7 +172,7 @@ def complete_args(args, info):
         return args
     args.warmup = min(args.warmup, args.epochs / 4)  # D5
     if args.min_lr > args.lr * args.batch_size / 256:
-        raise common.UsageError(f"--lr {args.lr}: its peak is below the final learning rate, {args.min_lr}")
+        raise common.UsageError(f"--lr {args.lr} peaks below the final learning rate, {args.min_lr}: increase it")
     if args.out is None:  # named after the encoder's run and all flags that are set
         path = Path(args.checkpoint).resolve()
         source = f"{path.stem}-{args.arch}" if args.arch else (path if path.is_dir() else path.parent).name
@@ -417,7 +417,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         train = ConcatDataset([train, val])
     held = sum(len(check) for _, check in folds)
     flag, metric = ("--strengths", args.metric) if lbfgs else ("--lrs", "top1")
-    common.log(f"{flag} chosen by {metric} on {held or len(y)} images, folds: {len(folds)}; then all {len(y)} are used")
+    common.log(f"{flag}: chosen by {metric} on {held or len(y)} images, folds: {len(folds)}; refitted on all {len(y)}")
     encoders = {"encoder": encoder} | ({} if args.no_baselines else common.baselines(info, args.seed, len(train)))
     if lbfgs:
         encoders.pop("raw pixels", None)  # with thousands of numbers per image it takes minutes to hours
@@ -603,7 +603,8 @@ def main(args, train=None, test=None):
     args: from `parse_args`. train, test: datasets with items (PIL image, label), `targets` and `classes`, which are
     used instead of --dataset. The caller's random numbers and modes of autograd stay as they are.
     """
-    device, *_ = common.init_distributed(args.device, timeout=datetime.timedelta(days=1))  # one process fits features
+    one_fits = args.protocol in (None, "probe") and not args.finetune  # the features, while the other processes wait
+    device, *_ = common.init_distributed(args.device, datetime.timedelta(hours=24 if one_fits else 1))
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         gpus = [device] if device.type == "cuda" else []

@@ -8,7 +8,7 @@ the scores of its own pairs. By default this file follows the released code, as 
 
 Inferred: only the paper's supplement and the code for MoCo were available, so all that concerns SimSiam is inferred, or
 from erceguder/LoGo, an unofficial repository. Caution: the affinity can succeed in training without comparing the two
-crops of a pair. In our runs, it ranked only 60% of the pairs correctly if a batch mixed both kinds (see the end).
+crops of a pair. In batches that mix pairs of one image and pairs of two, it ranked only 60% correctly (see the end).
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     L_ll          local_dissimilarity
@@ -302,7 +302,7 @@ def augment(x, args):
 def compared_views(pairs="logo", local_crops=2, one_way=False):
     """Return the pairs (i, j) of views where i is pulled toward j: (list of L_gg's pairs, list of L_lg's pairs).
 
-    Views 0 and 1 are global, 2 and 3 local. With pairs "all", L_gg has all pairs of the four views, and L_lg none.
+    Views 0 and 1 are global, 2 and 3 local. With pairs "all", L_gg has all 12 ordered pairs of views, and L_lg none.
     """
     if pairs == "all":  # the supplement's 4-crop baseline
         return list(permutations(range(4), 2)), []
@@ -347,13 +347,13 @@ class MoCo(nn.Module):
         the local views' projections, if already computed. The keys are the global views', of all processes; the
         queries are view 0's. Only the loss has a gradient, which reaches the query encoder only.
         """
-        pairs = self.global_pairs + self.local_pairs  # view i is a query, and view j is its key
+        compared = self.global_pairs + self.local_pairs  # view i is a query, and view j is its key
         q = {}
-        for i in sorted({i for i, _ in pairs}):
-            z = local_z[i - 2] if local_z and i > 1 else self.project(views[i])
+        for i in sorted({i for i, _ in compared}):
+            z = local_z[i - 2] if local_z and i >= 2 else self.project(views[i])  # views 2 and 3 are local
             q[i] = F.normalize(z, dim=1)
         # One view at a time, as released, so that a batch-norm group has as many keys as queries
-        keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted({j for _, j in pairs})}  # (N, dim)
+        keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted({j for _, j in compared})}  # (N, dim)
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
             l_gg = [info_nce(q[i], shard(keys[j]), self.queue.keys, self.temperature) for i, j in self.global_pairs]
             l_lg = [info_nce(q[i], shard(keys[j]), self.queue.keys, self.temperature) for i, j in self.local_pairs]
@@ -535,7 +535,7 @@ def main(args, train=None, test=None):
                 loss, keys, q, metrics = ddp(views, local_z)  # L_gg and L_lg
             if args.l2l:
                 if args.l2l_weighting == "lambda":  # as in the paper (D1)
-                    loss = loss + args.lam * l_ll  # Eq. 9. With the mean of D1, L_ll weighs about five times as much
+                    loss = loss + args.lam * l_ll  # Eq. 9; where `combine` takes the mean, lambda counts fivefold (D1)
                 metrics |= dict(loss=loss, affinity_loss=loss_of_affinity, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()

@@ -7,7 +7,7 @@ the sigmas of the two blurs: one view can be sharp while the other is not. The r
 without one (v3). Inferred: only the paper's appendix was available, so JointBlur's form is our choice (see the end).
 
     Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the sigmas of the two blurs
-    App. H, Eq. 4-10   joint_from_uniform, beta=None       RandomCrop's areas; the tests have their ratio's density
+    App. H, Eq. 4-10   joint_from_uniform, beta=None       RandomCrop's areas, for the tests; training calls torchvision
     App. D             JointViews, --local-crops           JointCrop with multi-crop, and which pairs are drawn jointly
     App. F             JointViews, --joint either          JointCrop or JointBlur, one of the two per image
     App. G             center_suppressed, --css-alpha      center-suppressed sampling of a crop's position
@@ -99,7 +99,7 @@ def parse_args(argv=None):
         parser.error(f"--joint {args.joint} needs blurs of both views: pass --blur-p 0.5")
     chosen = args.moco, args.joint, args.beta, args.css_alpha, args.local_crops
     if args.variant == "released" and chosen != ("v3", "crop", 0, 1, 0):
-        parser.error("--variant released is JointCrop with beta 0 on two views, on MoCo v3 (D3, D6)")
+        parser.error("--variant released needs --moco v3 --joint crop --beta 0 --css-alpha 1 --local-crops 0 (D3, D6)")
     if args.moco == "v3" and common.is_vit(args.arch):
         parser.error("--moco v3 has recipes for ResNets only (D7): for a ViT, run the baseline of patchmix.py")
     common.needs(parser, args, ["queue", "bn_groups"], args.moco != "v3", "--moco v1 or v2")
@@ -136,8 +136,8 @@ V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
     queue=None, bn_groups=None,  # it has neither
 )  # fmt: skip
-V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # our choice; so is the next
-V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
+V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # our choice
+V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)  # our choice
 
 
 def recipe(args):
@@ -166,8 +166,8 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     -beta, and then replaced by s_b - ln s_r if it is positive, and by -s_b - ln s_r if it is negative. Given s_r, a is
     uniform where a and b are in range. beta None: a and b are uniform and independent (RandomCrop, Eq. 4).
 
-    low, high: s_min, s_max. u, v: floats, uniform draws from [0, 1), of ln s_r and of a. beta: a finite number, or
-    None. offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
+    low, high: s_min, s_max. u, v: floats, uniform draws from [0, 1); u gives ln s_r, v gives a. beta: a finite number,
+    or None: then u gives a, v gives b. offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
         raise ValueError(f"joint_from_uniform takes 0 < low <= high, not low {low} and high {high}")
@@ -178,7 +178,7 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
         log_ratio = s_b * (2 * u - 1)  # line 5, and the limit of both other cases
     else:  # lines 3 and 7: a normal, truncated at |beta| standard deviations, by its inverse distribution function
         tail = math.erfc(abs(beta) / math.sqrt(2)) / 2  # the probability below -|beta|, or above |beta|
-        normal = NormalDist().inv_cdf(max(tail + u * (1 - 2 * tail), 1e-300))
+        normal = NormalDist().inv_cdf(max(tail + u * (1 - 2 * tail), 1e-300))  # inv_cdf(0) is an error
         log_ratio = min(max(normal * s_b / abs(beta), -s_b), s_b)
     if beta < 0:  # lines 8-12: mirrored within each half, so that the extremes are the most likely
         log_ratio = -s_b - log_ratio if log_ratio < 0 else s_b - log_ratio
@@ -281,25 +281,25 @@ class JointCrop(v2.RandomResizedCrop):
     def forward(self, image, *, joint=True):
         """Return two crops of an image. joint: False draws two independent areas, as RandomResizedCrop does."""
         if not joint:
-            return [self.crop(image, self.scale) for _ in range(2)]
+            return [self.crop_once(image, self.scale) for _ in range(2)]
         u, v = torch.rand(2, dtype=torch.float64).tolist()
         areas = joint_from_uniform(u, v, *self.scale, self.beta, self.offset)
-        return [self.crop(image, (area, area)) for area in areas]  # a range of one area
+        return [self.crop_once(image, (area, area)) for area in areas]  # a range of one area
 
-    def crop(self, image, scale):
+    def crop_once(self, image, scale):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
         image_height, image_width = v2.functional.get_size(image)
-        top, left, height, width = self.get_params(image, scale, self.ratio)
+        box = top, left, height, width = self.get_params(image, scale, self.ratio)
         # The largest centered crop, which `get_params` returns if no aspect ratio fits, and rarely by chance
         max_height = min(image_height, round(image_width / self.ratio[0]))
         max_width = min(image_width, round(image_height * self.ratio[1]))
         center = (image_height - max_height) // 2, (image_width - max_width) // 2, max_height, max_width
-        if (top, left, height, width) == center:
-            top, left, height, width = (0, 0, image_height, image_width) if self.whole else center
-        elif self.css_alpha != 1:
+        if box == center and self.whole:
+            box = 0, 0, image_height, image_width
+        elif box != center and self.css_alpha != 1:
             top = center_suppressed(image_height - height, self.css_alpha)
             left = center_suppressed(image_width - width, self.css_alpha)
-        box = top, left, height, width
+            box = top, left, height, width
         return v2.functional.resized_crop(image, *box, self.size, self.interpolation, self.antialias)
 
 
@@ -348,13 +348,13 @@ def draw_sigmas(args, joint_blur):
 
 
 def augment(x, args, view, sigma):
-    """Augment crops as MoCo v2 or v3 does: uint8 -> normalized float (n, 3, S, S). sigma: see `draw_sigmas`."""
+    """Augment view number `view` as MoCo v2 or v3 does: uint8 -> float (n, 3, S, S). sigma: see `draw_sigmas`."""
     v3 = args.moco == "v3"
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2 if v3 else 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
     x = common.gaussian_blur(x, sigma, p=(sigma > 0).float())
-    if v3 and view == 1:
+    if v3 and view == 1:  # only the second view is solarized
         x = common.solarize(x, p=0.2)
     return common.normalize(x, *common.NORMS[args.norm])
 
@@ -487,7 +487,7 @@ def learning_rate(args, now):
 
 def lars(model, weight_decay):
     """Return MoCo v3's optimizer, LARS. Biases and batch norms have neither weight decay nor a trust ratio."""
-    without_decay, weights = param_groups_weight_decay(model)
+    without_decay, weights = param_groups_weight_decay(model)  # told of a decay of 0, it would return a single group
     weights |= dict(weight_decay=weight_decay, always_adapt=True)  # a trust ratio even if the weight decay is 0
     return Lars([without_decay, weights], lr=0.0, momentum=0.9, trust_coeff=0.001)
 
@@ -676,9 +676,9 @@ def convert_split_batchnorm(module, groups):
 
 # D1 s_b, line 1. Paper: ln(s_max / s_min). Released: ln(s_max / s_min - 0.1).
 # D2 If none of ten aspect ratios fits. Paper: as RandomCrop, so a center crop. Released: the whole image.
-# D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
+# D3 Scope. Paper: JointCrop and JointBlur, any beta, App. D and G. Released: JointCrop with beta 0 on two views.
 # D4 The areas of crops. Paper: typically from 0.2 (App. H). Released: from 0.2 (its README's command), or 0.08 (its
-#    default). Here: 0.2; MoCo v1 on small datasets: 0.08, as in MoCo's demo (D5). With 0.08, JointCrop lost against
+#    default). Here: 0.2; MoCo v1 on small datasets: 0.08, as in MoCo's demo (D5). With 0.08, JointCrop lost to
 #    MoCo v2 on CIFAR-10 (tests/results/README.md).
 # D5 Small datasets. ContrastiveCrop: `--epochs 500 --lr 0.25 --min-lr 0.025 --warmup 0 --momentum 0.999 --weight-decay
 #    1e-4 --crop-scale 0.2 1 --queue 65536`, where the learning rate is 0.5 for 512 images. Here: MoCo's own demo on
@@ -692,8 +692,8 @@ def convert_split_batchnorm(module, groups):
 # D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (not in the paper): local crops are queries only, and are blurred
 #    as the query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views
 #    (v3). Two local crops form a pair (`--joint-pair`), but are not compared with each other (our reading). The loss
-#    is the mean over all terms, in v3 twice the mean: without local crops, it is a sum of two. For
-#    App. D's sizes, with the areas of its example, pass `--image-size 160 --crop-scale 0.4 1 --local-crops 4`, and
+#    is the mean over all terms, in v3 twice that mean, which is the sum of v3's two terms if there are no local crops.
+#    For App. D's sizes, with the areas of its example, pass `--image-size 160 --crop-scale 0.4 1 --local-crops 4`, and
 #    `--joint-pair local` or global.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inferred: the main text, which was not available, defines JointBlur and the settings of small datasets. So it is our

@@ -109,8 +109,8 @@ def parse_args(argv=None):
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
         if set(terms) != {"oto"} and (size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2):
-            needed = f"whole patches, and at least --num-mix {args.num_mix} of them"
-            parser.error(f"--patch-size {args.patch_size}: a view or local crop of {size} px must be {needed}")
+            needed = f"consist of whole patches, at least --num-mix {args.num_mix}"
+            parser.error(f"--patch-size {args.patch_size}: a view or local crop of {size} px must {needed}")
     return args
 
 

@@ -182,7 +182,7 @@ def test_there_is_no_knn_without_labels_of_the_same_classes(capsys):
     assert r"not in both: ['e\u0301', '\xe9']" in capsys.readouterr().out
     assert common.open_data("folder", train=images, test=Pictures(arrays, labels, images.classes[::-1]))[1] is None
     assert "same order" in capsys.readouterr().out
-    wrong = (np.uint8([1, 2, 1, 2]), "of 2 classes end at 1, not at 2"), ([-1] * 4, "without labels")
+    wrong = (np.uint8([1, 2, 1, 2]), "labels of 2 classes must be below 2, but one is 2"), ([-1] * 4, "without labels")
     for images.targets, words in wrong:
         assert common.open_data("folder", train=images, test=images)[1] is None
         assert words in capsys.readouterr().out

@@ -285,14 +285,14 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     """If test/ has labels, val/ chooses the strength. Otherwise, or with few labels, part of train/ is held out."""
     flags = [places["VIT"], "--solver", "lbfgs", "--strengths", 1, 10, 100, "--metric", "per_class"]
     result, said = run(*flags), capsys.readouterr().out
-    assert list(result) == ["encoder", "untrained"] and "on 18 images" in said and "all 60 " in said
+    assert list(result) == ["encoder", "untrained"] and "on 18 images" in said and "on all 60" in said
     train, val, (test_x, *_, test_y) = test_eval.parts(places, "train", "val", "test")
     x, *_, y = (torch.cat(pair) for pair in zip(train, val, strict=True))
     found = eval_linear.lbfgs_probe(x, y, test_x, *torch.arange(60).split([42, 18]), 3, [1, 10, 100])
     assert result["encoder"] == pytest.approx(eval_linear.scores(found["logits"], test_y, 3))
     run(*flags, "--label-fraction", 0.2, "--holdout", 0.5)
     said = capsys.readouterr().out
-    assert "on 4 images" in said and "all 8 " in said and "test/ is evaluated, not val/: 18 " in said
+    assert "on 4 images" in said and "on all 8" in said and "test/ is evaluated, not val/: 18 " in said
     data, info = shutil.copytree(places["DATA"], tmp_path / "data"), common.load_backbone(places["VIT"])[1]
     args = eval_linear.parse_args([*map(str, flags), "--dataset", "folder", "--data-dir", str(data)])
     everything = eval_linear.parse_args([*map(str, flags), "--label-fraction", "1"])

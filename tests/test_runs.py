@@ -120,8 +120,8 @@ def test_loss_at_uniform_logits(method, flags, tmp_path):
     assert float(re.search(r"loss_at_uniform_logits (\S+)", said)[1]) == pytest.approx(record["loss"], rel=1e-3)
 
 
-MANY = [(method, "--queue", "negatives of 64 images include the query's own") for method in QUEUES]
-MANY += [("clim", "--queue 16 --clim-start 0 --num-clusters", "clusters of 64 images")]
+MANY = [(method, "--queue", "for 64 images can hold the query's own image") for method in QUEUES]
+MANY += [("clim", "--queue 16 --clim-start 0 --num-clusters", "clusters are too many for 64 images")]
 
 
 @pytest.mark.parametrize("method, flags, words", MANY)
