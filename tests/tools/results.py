@@ -198,8 +198,8 @@ def gains():
             pairs.append([on_gpu(name + on_gpus) for name in (method, baseline)])
         differences = [[ours[seed] - theirs[seed] for seed in ours if seed in theirs] for ours, theirs in pairs]
         rows.append([title, *(", ".join(f"{gain:+.1f}" for gain in seeds) for seeds in differences)])
-    heads = ["gain of", "current recipes: 20 epochs", "50", "on a GPU: 100"]
-    heads += ["crops from 0.08: 20", "50", "on a GPU: 100"]
+    heads = ["gain of", "20 epochs", "50 epochs", "100, on a GPU"]
+    heads += ["20, crops from 0.08", "50, crops from 0.08", "100, crops from 0.08, on a GPU"]
     columns = [column for column in zip(heads, *rows, strict=True) if any(column[1:])]
     heads, *rows = zip(*columns, strict=True)
     return markdown(heads, rows)
