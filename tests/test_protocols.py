@@ -420,3 +420,15 @@ def test_two_processes_train_as_one(places, tmp_path, encoder, flags, only):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     first, second = ({k: v for k, v in records(out)[-1].items() if k not in tiny.TIMING} for out in outs)
     assert a and (only or first == pytest.approx(second, rel=1e-4))
+
+
+@pytest.mark.parametrize("flags, hours", [("", 24), ("--solver lbfgs", 24), ("--protocol moco", 1), ("--finetune", 1)])
+def test_how_long_a_process_waits_for_the_others(flags, hours, monkeypatch):
+    """One process fits features while the others wait. A training waits an hour, as all others."""
+
+    def init_distributed(device, timeout):
+        raise TimeoutError(timeout.total_seconds())
+
+    monkeypatch.setattr(common, "init_distributed", init_distributed)
+    with pytest.raises(TimeoutError, match=f"^{hours * 3600}.0$"):
+        eval_linear.main(eval_linear.parse_args(["RUN", *flags.split()]))
