@@ -66,6 +66,8 @@ SMALL = {  # the rows of the table of small_encoders.json: their names there, an
     f"CLIM{OWN}": "CLIM, `clim.py` (positives from the sixth epoch on)",
     f"MoCo, both views as queries{OWN}": "MoCo, both views as queries, `logo.py --local-crops 0`",
     f"LoGo on MoCo{OWN}": "LoGo on MoCo, `logo.py`",
+    f"SimSiam{OWN}": "SimSiam, `logo.py --base simsiam --local-crops 0`",
+    f"LoGo on SimSiam{OWN}": "LoGo on SimSiam, `logo.py --base simsiam`",
     f"MoCo v3{OWN}": "MoCo v3, `patchmix.py --num-mix 1 --terms oto,mto --arch vit_micro`",
     f"PatchMix{OWN}": "PatchMix, `patchmix.py --arch vit_micro`",
     f"MoCo v2{FROM_008}": "MoCo v2, crops from 0.08, `moco_jointcrop.py --joint none --crop-scale 0.08 1`",
