@@ -604,7 +604,7 @@ def main(args, train=None, test=None):
     used instead of --dataset. The caller's random numbers and modes of autograd stay as they are.
     """
     one_fits = args.protocol in (None, "probe") and not args.finetune  # the features, while the other processes wait
-    device, *_ = common.init_distributed(args.device, datetime.timedelta(hours=24 if one_fits else 1))
+    device, *_ = common.init_distributed(args.device, timeout=datetime.timedelta(hours=24 if one_fits else 1))
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         gpus = [device] if device.type == "cuda" else []
