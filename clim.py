@@ -78,7 +78,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")  # section 4.4; App. A.1: 1,200
     add("--batch-size", type=common.positive_int, default=512, help="global batch size, over all processes")
-    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 per batch
+    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
     add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
@@ -111,7 +111,7 @@ def parse_args(argv=None):
 # Not in the paper: as MoCo's demo on CIFAR-10 (branch colab-notebook), but with MoCo v2's head, temperature and crop
 # areas, and with a warmup
 CIFAR = dict(
-    arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 per batch
+    arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=0.99, queue=4096, blur_p=0.0, bn_groups=8, local_size=16,
     num_clusters=400,  # about as many images per cluster as on ImageNet
 )  # fmt: skip
@@ -437,7 +437,7 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Append the (N, dim) keys of all processes and drop the oldest, after backward, which needs the old ones."""
+        """Append the (N, dim) keys of all processes and drop the oldest. Call it after backward, which needs those."""
         self.keys.copy_(torch.cat([self.keys, keys])[-len(self.keys) :])
 
 
@@ -576,7 +576,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
-        # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
+        # lr and q are the last step's. Save before kNN, too, so that a test image that cannot be read costs no epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_accuracy(model.backbone, info, train, test, device, args.workers, amp)

@@ -130,7 +130,7 @@ class Subset(torch.utils.data.Subset):
 def labels_of(dataset):
     """Return the `targets` of a dataset as an array (n,) int64, all -1 if the dataset has no `targets`."""
     targets = np.asarray(getattr(dataset, "targets", np.full(len(dataset), -1)))
-    are_integers = targets.dtype.kind in "biuf" and (targets == targets.astype(np.int64)).all()
+    are_integers = targets.dtype.kind in "biuf" and (targets == targets.astype(np.int64)).all()  # b, i, u, f: numbers
     if targets.shape != (len(dataset),) or not are_integers:
         what = f"the targets of {len(dataset)} images have the shape {targets.shape} and the type {targets.dtype}"
         raise UsageError(f"{what}: expected one integer per image")
@@ -145,8 +145,8 @@ def with_labels(dataset):
 
 def describe(dataset):
     """Return the numbers of images and classes as text."""
-    classes = f"{len(getattr(dataset, 'classes', ())) or 'no'} classes"
-    return f"{len(dataset)} images of {classes}{', without labels' if labels_of(dataset).max(initial=-1) < 0 else ''}"
+    unlabeled = ", without labels" if labels_of(dataset).max(initial=-1) < 0 else ""
+    return f"{len(dataset)} images of {len(getattr(dataset, 'classes', ())) or 'no'} classes{unlabeled}"
 
 
 def fingerprint(dataset):
@@ -296,7 +296,7 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     problem = "there are no test images" if test is None else class_mismatch(train, test)
     if problem:
         log(f"no kNN during training: {problem}")
-    return train, None if problem else test
+    return train, (None if problem else test)
 
 
 def class_mismatch(train, test):
@@ -479,10 +479,10 @@ def adjust_hue(x, factor):
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
-    sixths = torch.where(value == g, 2 * chroma + b - r, 4 * chroma + r - g)
+    sixths = torch.where(value == g, 2 * chroma + b - r, 4 * chroma + r - g)  # still times chroma
     smallest = max(1e-8, torch.finfo(x.dtype).tiny)  # 1e-8 is 0 in float16
     sixths = torch.where(value == r, g - b, sixths) / chroma.clamp_min(smallest)
-    # A channel is value - chroma * clamp(min(k, 4 - k), 0, 1), where k = (offset + sixths of a turn) mod 6
+    # A channel is value - chroma * clamp(min(k, 4 - k), 0, 1), where k = (offset + sixths + 6 * factor) mod 6
     offsets = torch.tensor([5.0, 3.0, 1.0], dtype=x.dtype).view(1, 3, 1, 1) + 6  # + 6: non-negative
     k = (sixths / 6 + factor + (offsets / 6).to(x.device, non_blocking=True)).frac_().mul_(6)
     return value - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
@@ -668,7 +668,7 @@ def load_backbone(path, encoder=None):
     info = saved.get("backbone") or saved  # of last.pt, which has both encoders; backbone.pt has one
     if "timm_name" not in info:
         raise UsageError(f"{path} has no encoder of this project; for third-party weights pass --arch")
-    if encoder and "backbone" in saved and info["encoder"] != "fine-tuned":
+    if encoder and "backbone" in saved and info["encoder"] != "fine-tuned":  # whose last.pt has one encoder
         info["encoder"] = encoder
     weights = info.pop("state_dict", None) or encoder_weights(saved.get("model", {}), info["encoder"])
     if encoder not in (None, info["encoder"]) or not weights:
@@ -709,14 +709,14 @@ def load_weights(encoder, path, prefix=""):
     saved = load_checkpoint(path)
     usual, all_tensors = tensors_by_name(saved.get("state_dict", saved.get("model"))), tensors_by_name(saved)
     with_prefix = (tensors for tensors in (usual, all_tensors) if any(name.startswith(prefix) for name in tensors))
-    found = next(with_prefix, usual or all_tensors)
+    found = next(with_prefix, usual or all_tensors)  # if none has it, those that the error will show
     expected = encoder.state_dict()
     weights = {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)}
     weights = {name: x for name, x in weights.items() if name in expected or not name.startswith(HEADS)}
     if hasattr(encoder, "no_embed_class") and "pos_embed" in weights:
-        size, tokens = encoder.patch_embed.grid_size, 0 if encoder.no_embed_class else encoder.num_prefix_tokens
+        tokens = 0 if encoder.no_embed_class else encoder.num_prefix_tokens
         with contextlib.suppress(RuntimeError):  # it has other tokens, which the next call reports
-            given = weights["pos_embed"]
+            given, size = weights["pos_embed"], encoder.patch_embed.grid_size
             weights["pos_embed"] = timm.layers.resample_abs_pos_embed(given, size, num_prefix_tokens=tokens)
     try:
         encoder.load_state_dict(weights)  # it adds num_batches_tracked, which files of 2018 do not have
@@ -841,7 +841,7 @@ def open_encoder(args):
     if args.patch_size is not None and not is_vit(args.arch):
         raise UsageError("--patch-size needs a ViT (--arch)")
     prefix = given.pop("prefix", "")
-    info = backbone_info(args.arch, **dict(image_size=224) | given)
+    info = backbone_info(args.arch, **(dict(image_size=224) | given))
     backbone = build_backbone(info)
     if args.norm is None and "." in args.arch:  # timm's, of the weights NAME.TAG
         info |= {name: backbone.pretrained_cfg[name] for name in ("mean", "std")}
@@ -1129,7 +1129,7 @@ NOT_IN_CONFIG = ("data_dir", "out", "resume", "keep_every", "knn_every", "device
 
 
 def add_shared_arguments(parser, add):
-    """Add the arguments shared by all scripts, and set the format of --help. add: `add_argument` of a group."""
+    """Add all scripts' arguments, forbid abbreviations, show defaults in --help. add: `add_argument` of a group."""
     parser.allow_abbrev, parser.formatter_class = False, argparse.ArgumentDefaultsHelpFormatter
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
     workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if torch.cuda.is_available() else 0
@@ -1276,7 +1276,7 @@ def open_run(args, train, state, derived, overrides=None):
     derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)
     log_values("values", config)
     log_values("derived", derived)
-    path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]
+    path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]  # rank 0's, for all
     saved = {} if path is None else load_run(path, args, config, state)
     records = saved.get("records", [])
     what = "flags, images or epoch: --out and --data-dir must be on shared disks"

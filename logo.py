@@ -420,7 +420,7 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Append the (N, dim) keys of all processes and drop the oldest, after backward, which needs the old ones."""
+        """Append the (N, dim) keys of all processes and drop the oldest. Call it after backward, which needs those."""
         self.keys.copy_(torch.cat([self.keys, keys])[-len(self.keys) :])
 
 
@@ -550,7 +550,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
-        # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
+        # lr and q are the last step's. Save before kNN, too, so that a test image that cannot be read costs no epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_accuracy(model.backbone, info, train, test, device, args.workers, amp)

@@ -115,7 +115,7 @@ def parse_args(argv=None):
 
 
 CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup and the paper's areas (D4, D5). JointBlur needs --blur-p 0.5
-    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 per batch
+    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, blur_p=[0.0, 0.0], local_size=16,
 )  # fmt: skip
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
@@ -463,7 +463,7 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Append the (N, dim) keys of all processes and drop the oldest, after backward, which needs the old ones."""
+        """Append the (N, dim) keys of all processes and drop the oldest. Call it after backward, which needs those."""
         self.keys.copy_(torch.cat([self.keys, keys])[-len(self.keys) :])
 
 
@@ -575,7 +575,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr, momentum=m) | meter.averages() | common.embedding_health(q))
-        # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
+        # lr and q are the last step's. Save before kNN, too, so that a test image that cannot be read costs no epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_accuracy(model.backbone, info, train, test, device, args.workers, amp)

@@ -101,14 +101,14 @@ def parse_args(argv=None):
         parser.error("--terms: pass one or more of oto,mto,mtm, with --term-weights above 0")
     if args.local_crops and set(terms) == {"mtm"}:
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms, with a weight above 0")
-    common.needs(parser, args, ["num_mix", "mix_slices"], set(terms) != {"oto"}, "mto or mtm in --terms")
+    common.needs(parser, args, ["num_mix", "mix_slices"], terms.keys() & {"mto", "mtm"}, "mto or mtm in --terms")
     common.needs(parser, args, ["mix_slices"], args.num_mix > 1, "--num-mix 2 or more")
     common.needs(parser, args, ["smoothing"], "oto" in terms, "oto in --terms, with a weight above 0")
     common.needs(parser, args, ["momentum"], args.key_encoder == "momentum", "--key-encoder momentum")
     if args.min_lr > args.lr:
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
-        if set(terms) != {"oto"} and (size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2):
+        if terms.keys() & {"mto", "mtm"} and (size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2):
             needed = f"consist of whole patches, at least --num-mix {args.num_mix}"
             parser.error(f"--patch-size {args.patch_size}: a view or local crop of {size} px must {needed}")
     return args
@@ -129,7 +129,7 @@ RECIPES = dict(  # what differs from the values for ImageNet
     stl10=dict(CIFAR, image_size=96, patch_size=6, local_size=48),  # not in the paper
     imagenet100={},  # not in the paper
     imagenet={},
-    folder=dict(mix_slices=1),  # not in the paper, because there may be few images
+    folder=dict(mix_slices=1),  # not in the paper; 1, as there may be few images
 )  # fmt: skip
 ENCODERS = dict(  # section 4.1.2, for CIFAR and ImageNet; others: ViT-S's 5e-4, which is 1e-3 for 512, 2e-3 for 1024
     vit_micro=dict(lr=1e-3, weight_decay=[0.02, 0.2], patch_size=8, hidden=512, dim=128),  # not in the paper: for CPUs
@@ -264,7 +264,7 @@ def augment(x, args, view):
 
 
 def mix_batch(x, num_mix, patch_size, slices):
-    """Mix images by `patch_mix` within each of the equal slices of a batch (D7): (n, 3, H, W) -> (n, 3, H, W)."""
+    """Mix images by `patch_mix` within each of `slices` equal parts of a batch (D7): (n, 3, H, W) -> (n, 3, H, W)."""
     return torch.cat([patch_mix(part, num_mix, patch_size) for part in x.unflatten(0, (slices, -1))])
 
 
@@ -300,7 +300,7 @@ class PatchMix(nn.Module):
     On several GPUs convert it with timm.layers.convert_sync_batchnorm, and wrap it in DistributedDataParallel.
 
     backbone: (n, 3, H, W) -> (n, width). hidden, dim: hidden and output size of the heads. patch_size: the ViT's.
-    num_mix, slices: see `mix_batch`. terms: {name: weight}, those of Eq. 16 to compute; None: all, with weight 1.
+    num_mix: M. slices: see `mix_batch`. terms: {name: weight}, those of Eq. 16 to compute; None: all, with weight 1.
     temperature: tau. smoothing: label smoothing of oto (D1). key_encoder: "momentum", or "query" (D4).
     """
 
@@ -314,7 +314,7 @@ class PatchMix(nn.Module):
         self.backbone = backbone  # line 1
         self.projector = head(width, hidden, hidden, dim)
         self.predictor = head(dim, hidden, dim)
-        self.momentum_backbone, self.momentum_projector = self.backbone, self.projector  # D4; `update` changes nothing
+        self.momentum_backbone, self.momentum_projector = self.backbone, self.projector  # stays so for "query" (D4)
         if key_encoder == "momentum":  # line 2
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
@@ -347,8 +347,8 @@ class PatchMix(nn.Module):
     def forward(self, views):
         """Return (loss, queries (n, dim), {name: metric}): Algorithm 2, lines 5 to 9, and the loss of line 10.
 
-        views: this process's two views and its local crops, if any, each (n, 3, H, W), normalized. The mixed queries
-        are those of the first. Only the loss has a gradient, which reaches the query encoder only.
+        views: this process's two views and its local crops, if any, each (n, 3, H, W), normalized. The first gives the
+        mixed queries, the second the unmixed ones. Only the loss has a gradient, which reaches the query encoder only.
         """
         x1, x2, *local = views
         oto, mto, mtm = (term in self.terms for term in TERMS)
@@ -410,7 +410,7 @@ def main(args, train=None, test=None):
     # Data: two views and the local crops of each image (Algorithm 2, line 4), cropped here and augmented in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     terms = chosen_terms(args)
-    mixes = args.num_mix > 1 and set(terms) != {"oto"}
+    mixes = args.num_mix > 1 and ("mto" in terms or "mtm" in terms)
     split = dict(parts=args.mix_slices, flag="--mix-slices", smallest=args.num_mix) if mixes else {}
     slices = common.split_batch(args.batch_size, len(train), world, **split)  # per process, to mix within (D7)
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
@@ -449,7 +449,7 @@ def main(args, train=None, test=None):
     # The run
     amp = common.use_bf16(args.amp, device)
     state = dict(model=model, optimizer=optimizer)
-    weight = sum(terms.values()) + (args.num_mix - 1) * terms.get("mtm", 0.0)  # mtm's positives weigh M, others' 1
+    weight = sum(terms.values()) + (args.num_mix - 1) * terms.get("mtm", 0.0)  # of all positives: M in mtm, else 1
     if args.local_crops:
         weight += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
     derived = dict(loss_at_uniform_logits=weight * math.log(args.batch_size), peak_lr=args.lr * args.batch_size / 256)
@@ -487,7 +487,7 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr, momentum=m) | meter.averages() | common.embedding_health(q))
-        # Save before kNN, too, so that a test image that cannot be read does not cost the epoch
+        # lr and q are the last step's. Save before kNN, too, so that a test image that cannot be read costs no epoch
         common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_accuracy(model.momentum_backbone, info, train, test, device, args.workers, amp)
@@ -527,8 +527,8 @@ def gather(x):
 #    the patches (Eq. 2); the paper draws one for the batch.
 # D8 The cosine after 10 epochs of warmup. Paper: "the rest 260" of 300 epochs. Released, and here: the other 290.
 # D9 The baseline. Paper: MoCo v3 (Tables 2, 3). Here: `--num-mix 1 --terms oto,mto`. For M = 1 (Tables 5, 6), pass
-#    `--num-mix 1`. Then mto and mtm are equal, except that with `--key-encoder query` their keys drop other paths. For
-#    oto alone (Table 7), pass `--terms oto`.
+#    `--num-mix 1`. Then mto and mtm are equal, except that with `--key-encoder query` their keys drop different paths.
+#    For oto alone (Table 7), pass `--terms oto`.
 # D10 The T mod M patches in no group. Paper: Eq. 3 and 6 assume that there are none. With M = 3, one patch of 196
 #    or 256 remains. Released, and here: it is taken from image i.
 # D11 Misprints. Paper: the group G_im begins at j = 0 (3.1), but at j = mS in Eq. 6, as here. The positives of "the
