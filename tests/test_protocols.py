@@ -424,7 +424,7 @@ def test_two_processes_train_as_one(places, tmp_path, encoder, flags, only):
 
 @pytest.mark.parametrize("flags, hours", [("", 24), ("--solver lbfgs", 24), ("--protocol moco", 1), ("--finetune", 1)])
 def test_how_long_a_process_waits_for_the_others(flags, hours, monkeypatch):
-    """One process fits features while the others wait. A training waits an hour, as all others."""
+    """One process fits features while the others wait. Training waits an hour, as in the other scripts."""
 
     def init_distributed(device, timeout):
         raise TimeoutError(timeout.total_seconds())
