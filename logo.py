@@ -144,7 +144,7 @@ def recipe(args):
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inferred (D12)
         values |= dict(queue=None, temperature=None, bn_groups=None, momentum=None)  # it has none of them
         if args.dataset in ("cifar10", "cifar100"):
-            values |= dict(layers=2, batch_size=512)  # erceguder/LoGo's
+            values |= dict(layers=2, batch_size=512, lr=0.25)  # erceguder/LoGo's; lr: ContrastiveCrop's (D12)
         if args.dataset == "patterns":
             values |= dict(layers=2, dim=256, hidden=128)  # not in the paper
     if args.dataset == "folder":
@@ -669,9 +669,10 @@ def convert_split_batchnorm(module, groups):
 # D11 The baseline. Here: its crops are LoGo's global ones, and with `--one-way` the keys of one view are enqueued.
 #    Released: its crops take at least 0.08 of the area, and the keys of both views are enqueued.
 # D12 SimSiam (inferred). Learning rate, batch size and weight decay are LoGo's on MoCo; the projector is SimSiam's. On
-#    CIFAR a batch of 512 and two layers are erceguder/LoGo's, whose learning rate is half of the one here. The learning
-#    rate of the encoder and the predictor follows a cosine (in SimSiam's code the predictor's is constant); the
-#    affinity's is constant, as it is on MoCo.
+#    CIFAR a batch of 512 and two layers are erceguder/LoGo's, and the learning rate is ContrastiveCrop's: 0.5 for 512
+#    images. SimSiam's is 0.06, for 800 epochs, with which a small encoder stayed near the untrained one in 20 epochs
+#    (tests/results). erceguder/LoGo's is 0.03. The learning rate of the encoder and the predictor follows a cosine (in
+#    SimSiam's code the predictor's is constant); the affinity's is constant, as it is on MoCo.
 # D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as the global ones. On STL-10 not given; here 96.
 # D14 `--pairs all`, the "(4-crop)" of Tables 2 and 3 (supplement, section 2). Inferred: the mean of the 12 terms,
 #    --local-size, and a queue of global crops' keys.

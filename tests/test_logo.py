@@ -157,7 +157,7 @@ def test_recipes():
     imagenet100 |= dict(milestones=[0.6, 0.8], momentum=0.999, temperature=0.07, queue=4096, dim=128)
     imagenet100 |= dict(bn_groups=8, weight_decay=1e-4, clip_ratio=0.015, blur_p=0.5)
     cifar = dict(image_size=32, local_size=32, local_scale=[0.08, 0.6], batch_size=256, lr=0.03, milestones=[0.6, 0.8])
-    simsiam = dict(arch="resnet18", batch_size=512, lr=0.03, layers=2, dim=2048, hidden=512, lam=1e-4, milestones=[])
+    simsiam = dict(arch="resnet18", batch_size=512, lr=0.25, layers=2, dim=2048, hidden=512, lam=1e-4, milestones=[])
     recipes = {"imagenet100": imagenet100, "cifar10": cifar, "cifar10 --base simsiam": simsiam}
     for flags, recipe in recipes.items():
         assert values(logo, f"--dataset {flags}", " ".join(recipe)) == [*recipe.values()]
