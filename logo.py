@@ -146,7 +146,7 @@ def recipe(args):
         if args.dataset in ("cifar10", "cifar100"):
             values |= dict(layers=2, batch_size=512, lr=0.25)  # erceguder/LoGo's; lr: ContrastiveCrop's (D12)
         if args.dataset == "patterns":
-            values |= dict(layers=2, dim=256, hidden=128)  # not in the paper
+            values |= dict(layers=2, dim=256, hidden=128, lr=1.0)  # not in the paper
     if args.dataset == "folder":
         values["local_size"] = min(96, args.image_size)  # not in the paper
     if args.pairs == "all":
