@@ -51,6 +51,8 @@ ARMS = {  # name: (title in the tables, script with flags)
     "clim": ("CLIM", "clim.py"),
     "logo": ("LoGo on MoCo", "logo.py"),
     "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0"),
+    "logo-simsiam": ("LoGo on SimSiam", "logo.py --base simsiam"),
+    "simsiam": ("SimSiam", "logo.py --base simsiam --local-crops 0"),
     "patchmix": ("PatchMix", VIT),
     "patchmix-released": ("PatchMix, released, M = 3", f"{VIT} --num-mix 3 --variant released"),
     "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto"),

@@ -50,6 +50,7 @@ del BEGINS[f"patchmix-{WITH_RESNET18}"]
 COLLAPSED = 0.2  # a lower std after three epochs
 
 OWN, FROM_008, SEEDS = ", as its recipe is", ", crops from 0.08 of the area", ("", ", seed 1", ", seed 2")
+LOW_RATE = ", with a learning rate of 0.03"
 COMPARED = {  # method: its name and the baseline's in small_encoders.json
     "JointCrop": ("J-Crop(0)", "MoCo v2"),
     "JCL": ("JCL", "MoCo v2"),
@@ -67,7 +68,8 @@ SMALL = {  # the rows of the table of small_encoders.json: their names there, an
     f"MoCo, both views as queries{OWN}": "MoCo, both views as queries, `logo.py --local-crops 0`",
     f"LoGo on MoCo{OWN}": "LoGo on MoCo, `logo.py`",
     f"SimSiam{OWN}": "SimSiam, `logo.py --base simsiam --local-crops 0`",
-    f"LoGo on SimSiam{OWN}": "LoGo on SimSiam, `logo.py --base simsiam`",
+    f"SimSiam{LOW_RATE}": "SimSiam, `logo.py --base simsiam --local-crops 0 --lr 0.03`",
+    f"LoGo on SimSiam{LOW_RATE}": "LoGo on SimSiam, `logo.py --base simsiam --lr 0.03`",
     f"MoCo v3{OWN}": "MoCo v3, `patchmix.py --num-mix 1 --terms oto,mto --arch vit_micro`",
     f"PatchMix{OWN}": "PatchMix, `patchmix.py --arch vit_micro`",
     f"MoCo v2{FROM_008}": "MoCo v2, crops from 0.08, `moco_jointcrop.py --joint none --crop-scale 0.08 1`",
